@@ -1,0 +1,80 @@
+# Each target builds what it needs first; stamps make that free when nothing has changed.
+#
+#   make test                                  in .venv, made here with the pinned packages
+#   make test-gpu VENV= PYTHON=python3         with that Python as it is: no venv, no pip, no network
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# No built-in rules: make would link csrc/bindings from csrc/bindings.cpp.
+.SUFFIXES:
+# The extension is compiled by ninja, which runs in parallel on its own.
+.NOTPARALLEL:
+
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+ENVIRONMENT := $(if $(VENV),$(VENV)/.complete)
+BUILT := build/.built-$(subst /,-,$(PY))
+# Folders too: their times change when a file in them comes or goes.
+SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
+CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+
+.PHONY: help build test test-gpu test-tsan lint format demo check clean distclean
+
+help: ## this list
+	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@echo "ARGS goes to the program that is run: make test ARGS='-k ring -x'"
+	@echo "VENV= takes PYTHON as it is, with the packages it has: make test-gpu VENV= PYTHON=python3"
+
+build: $(BUILT) ## the extension, in place, and .venv with all it needs
+
+test: $(BUILT) ## the whole test suite; GPU tests are skipped where there are fewer GPUs than they need
+	$(PY) -m pytest $(ARGS)
+
+test-gpu: $(BUILT) ## the tests that need GPUs
+	$(PY) -m pytest -m gpu $(ARGS)
+
+test-tsan: ## the host executor under ThreadSanitizer, and a seeded race that it must report
+	$(MAKE) --no-print-directory -C tests/tsan BUILD=$(CURDIR)/build/tsan run seeded processes
+
+lint: $(ENVIRONMENT) ## ruff and clang-format; changes nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	PATH=$(dir $(PY)):$$PATH clang-format --dry-run -Werror $(CPP)
+
+format: $(ENVIRONMENT) ## formats all sources in place
+	$(PY) -m ruff check --fix-only --quiet .
+	$(PY) -m ruff format .
+	PATH=$(dir $(PY)):$$PATH clang-format -i $(CPP)
+
+demo: $(BUILT) ## the main job: a tensor-parallel MLP over real text, compared with one process
+	$(PY) -m streamoverlap demo $(ARGS)
+
+check: $(BUILT) ## checks every plan of every builder for 1 to 16 ranks
+	$(PY) -m streamoverlap check --world 1-16 $(ARGS)
+
+clean: ## removes what was built, keeps .venv
+	rm -rf build dist *.egg-info streamoverlap/*.so
+
+distclean: clean ## removes .venv as well
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+
+# The mark is set last: an environment that was left half-made has none and is made anew.
+$(VENV)/.complete: requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "streamoverlap: found Python " \
+	    + sys.version.split()[0] + "; needed is 3.10 or newer (set PYTHON to another one)")'
+	@[ -e $@ ] || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
+	    echo "streamoverlap: '$(PYTHON) -m venv' failed; it needs the venv module (Debian: apt-get install python3-venv)"; \
+	    exit 1; } >&2
+	@rm -f $@
+	@echo "streamoverlap: installing requirements-dev.txt into $(VENV): some 5 GB, a few minutes"
+	$(PY) -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(BUILT): $(SOURCES) $(ENVIRONMENT)
+	@rm -f $@
+	$(PY) setup.py --quiet build_ext --inplace
+	@mkdir -p build && touch $@

@@ -1,0 +1,52 @@
+// Where a communicator's plans run: CPU threads or CUDA streams.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../group/fd_exchange.h"
+#include "../group/group.h"
+#include "problem.h"
+
+namespace streamoverlap {
+
+// Symmetric memory of all ranks, mapped here.
+struct SlotMemory {
+  std::vector<std::byte*> bases;  // by rank
+  std::shared_ptr<void> owner;
+};
+using AllocateSlots = std::function<SlotMemory(std::int64_t bytes)>;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::int64_t slot_bytes() const = 0;
+  virtual bool fits(std::int64_t slot_bytes) const = 0;
+  // Collective, at the same place in the order of calls on all ranks.
+  virtual void grow(std::int64_t slot_bytes, std::chrono::milliseconds timeout) = 0;
+  // Issues the call and returns what is left for the caller to do, which is to wait (empty: nothing; the outputs are
+  // ready in the order of the caller's stream). `problem` must live until then.
+  virtual std::function<void()> issue(const Problem& problem) = 0;
+  // Collective. All that a call's first use costs, and all that a captured call needs; sends nothing.
+  virtual void prepare(const Problem& problem) = 0;
+
+  // For tests: called before every op, with the number of the call.
+  virtual void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) = 0;
+};
+
+std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group>, std::shared_ptr<FdExchange>);
+
+#ifdef STREAMOVERLAP_WITH_CUDA
+// Slots that the group's layout must have: calls that are captured have slots of their own.
+int cuda_slots();
+// Throws where this device and the peers' cannot run plans together.
+std::unique_ptr<Backend> make_cuda_backend(std::shared_ptr<Group>, int device, const std::vector<int>& peer_devices,
+                                           AllocateSlots);
+#endif
+
+}  // namespace streamoverlap

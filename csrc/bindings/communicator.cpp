@@ -1,0 +1,148 @@
+#include "communicator.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "../group/signature.h"
+#include "plan_cache.h"
+
+namespace streamoverlap {
+namespace {
+
+// Slots grow in steps, so that slowly growing token counts do not set up again at each call.
+constexpr std::int64_t kGrowthStep = 2 << 20;
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  if (!(seconds > 0) || !std::isfinite(seconds)) {
+    throw std::invalid_argument("timeout is " + std::to_string(seconds) + " s; expected a positive number of seconds");
+  }
+  return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000)));
+}
+
+}  // namespace
+
+Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device)
+    : device_(device) {
+  config_.name = std::move(group_name);
+  config_.rank = rank;
+  config_.world = world;
+  config_.timeout = milliseconds(timeout_seconds);
+#ifdef STREAMOVERLAP_WITH_CUDA
+  if (device_ >= 0) config_.slots = cuda_slots();
+#endif
+  if (world > 1) exchange_ = std::make_shared<FdExchange>(rank, world);
+}
+
+Communicator::~Communicator() = default;
+
+std::string Communicator::address() const { return exchange_ == nullptr ? "" : exchange_->address(); }
+
+void Communicator::connect(std::vector<std::string> addresses, double timeout_seconds,
+                           [[maybe_unused]] const std::vector<int>& peer_devices,
+                           [[maybe_unused]] AllocateSlots allocate) {
+  std::vector<std::shared_ptr<Segment>> controls = {make_control(config_)};
+  if (exchange_ != nullptr) {
+    exchange_->connect(std::move(addresses));
+    controls = exchange_->share(controls[0], milliseconds(timeout_seconds));
+  }
+  group_ = std::make_shared<Group>(config_, std::move(controls));
+  if (device_ < 0) {
+    backend_ = make_host_backend(group_, exchange_);
+    return;
+  }
+#ifdef STREAMOVERLAP_WITH_CUDA
+  backend_ = make_cuda_backend(group_, device_, peer_devices, std::move(allocate));
+#else
+  throw std::runtime_error("streamoverlap was built without its CUDA part");
+#endif
+}
+
+std::pair<Tensors, std::optional<at::Tensor>> Communicator::all_gather_gemm(const at::Tensor& x, const Tensors& weights,
+                                                                            const OptionalTensors& biases,
+                                                                            bool return_gathered,
+                                                                            const plan::Spec& spec, bool prepare_only) {
+  Problem problem = all_gather_gemm_problem(x, weights, biases, return_gathered, config_.world);
+  run(problem, spec, prepare_only);
+  std::optional<at::Tensor> gathered;
+  if (return_gathered) gathered = problem.gathered;
+  return {problem.outputs, gathered};
+}
+
+at::Tensor Communicator::gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
+                                             const std::optional<at::Tensor>& bias, const plan::Spec& spec,
+                                             bool prepare_only) {
+  Problem problem = gemm_reduce_scatter_problem(x, weight, bias, config_.world);
+  run(problem, spec, prepare_only);
+  return problem.outputs[0];
+}
+
+at::Tensor Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec, bool prepare_only) {
+  Problem problem = all_gather_problem(x, config_.world);
+  run(problem, spec, prepare_only);
+  return problem.outputs[0];
+}
+
+at::Tensor Communicator::reduce_scatter(const at::Tensor& x, const plan::Spec& spec, bool prepare_only) {
+  Problem problem = reduce_scatter_problem(x, config_.world);
+  run(problem, spec, prepare_only);
+  return problem.outputs[0];
+}
+
+void Communicator::run(Problem& problem, const plan::Spec& spec, bool prepare_only) {
+  group_->check();
+  TORCH_CHECK_VALUE(problem.x.device().index() == device_ || device_ < 0, "x is on ", problem.x.device(),
+                    "; expected cuda:", device_, ", the device of this group's communicator");
+  if (problem.empty()) return;
+  const std::shared_ptr<const plan::Plan> plan = PlanCache::instance().get(spec, config_.rank);
+  problem.call.plan = plan.get();
+  problem.call.signature = signature(spec, problem.shape_key());
+  if (!group_->described(problem.call.signature)) {
+    group_->describe(problem.call.signature, plan::to_string(spec) + " on " + problem.description());
+  }
+  std::function<void()> wait;
+  {
+    const std::lock_guard<std::mutex> lock(order_);
+    if (!backend_->fits(problem.call.slot_bytes())) grow(problem.call.slot_bytes());
+    if (prepare_only) {
+      backend_->prepare(problem);
+    } else {
+      wait = backend_->issue(problem);
+    }
+  }
+  if (wait) wait();
+}
+
+void Communicator::grow(std::int64_t bytes) {
+  bytes = (bytes + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
+  try {
+    backend_->grow(bytes, group_->timeout());
+  } catch (const std::exception& error) {
+    // The others wait for this rank's memory, or have it already and go on without: they must not hang either.
+    abort("could not set up slots of " + std::to_string(bytes) + " bytes: " + error.what());
+    throw;
+  }
+}
+
+std::int64_t Communicator::slot_bytes() const { return backend_->slot_bytes(); }
+
+void Communicator::set_timeout(double seconds) { group_->set_timeout(milliseconds(seconds)); }
+
+void Communicator::abort(const std::string& cause) {
+  AbortRecord record;
+  record.kind = AbortKind::Aborted;
+  record.culprit = config_.rank;
+  std::memcpy(record.cause, cause.data(), std::min(cause.size(), sizeof record.cause - 1));
+  group_->abort(record);
+}
+
+void Communicator::check() { group_->check(); }
+
+void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) {
+  backend_->set_before_op(std::move(hook));
+}
+
+}  // namespace streamoverlap

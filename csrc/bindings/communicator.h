@@ -1,0 +1,60 @@
+// A group's slots, flags and streams, and the ops on them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../group/fd_exchange.h"
+#include "../group/group.h"
+#include "backend.h"
+#include "problem.h"
+
+namespace streamoverlap {
+
+class Communicator {
+ public:
+  // device: a CUDA ordinal, or -1 for the CPU.
+  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device);
+  ~Communicator();
+
+  // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
+  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective).
+  std::string address() const;
+  void connect(std::vector<std::string> addresses, double timeout_seconds, const std::vector<int>& peer_devices,
+               AllocateSlots allocate);
+
+  // `prepare_only`: validate and prepare the call, and return outputs with nothing in them.
+  std::pair<Tensors, std::optional<at::Tensor>> all_gather_gemm(const at::Tensor& x, const Tensors& weights,
+                                                                const OptionalTensors& biases, bool return_gathered,
+                                                                const plan::Spec& spec, bool prepare_only);
+  at::Tensor gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                 const plan::Spec& spec, bool prepare_only);
+  at::Tensor all_gather(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
+  at::Tensor reduce_scatter(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
+
+  std::int64_t slot_bytes() const;
+  void set_timeout(double seconds);
+  void abort(const std::string& cause);
+  void check();  // throws what a call would throw if the group has failed
+  void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
+
+ private:
+  void run(Problem& problem, const plan::Spec& spec, bool prepare_only);
+  void grow(std::int64_t bytes);
+
+  GroupConfig config_;
+  int device_;
+  std::shared_ptr<FdExchange> exchange_;  // none in a group of one
+  std::shared_ptr<Group> group_;          // from connect() on
+  std::unique_ptr<Backend> backend_;
+  std::mutex order_;  // of calls, and of growth among them
+};
+
+}  // namespace streamoverlap

@@ -1,0 +1,90 @@
+#include <ATen/cuda/CUDAContext.h>
+
+#include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../cuda/driver.h"
+#include "../../cuda/executor.h"
+#include "../backend.h"
+
+namespace streamoverlap {
+namespace {
+
+using cuda::Executor;
+using cuda::Lane;
+
+bool capturing() { return at::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(std::shared_ptr<Group> group, int device, AllocateSlots allocate)
+      : device_(static_cast<c10::DeviceIndex>(device)),
+        world_(group->world()),
+        allocate_(std::move(allocate)),
+        executor_(std::move(group), device_) {}
+
+  std::int64_t slot_bytes() const override { return executor_.slot_bytes(Lane::Use::Eager); }
+  // A capture grows nothing; the executor says what to do about it.
+  bool fits(std::int64_t slot_bytes) const override { return slot_bytes <= this->slot_bytes() || capturing(); }
+
+  void grow(std::int64_t slot_bytes, std::chrono::milliseconds) override { grow(Lane::Use::Eager, slot_bytes); }
+
+  std::function<void()> issue(const Problem& problem) override {
+    executor_.issue(problem.call, operands(problem), at::cuda::getCurrentCUDAStream(device_));
+    return {};
+  }
+
+  void prepare(const Problem& problem) override {
+    if (capturing()) throw std::runtime_error("streamoverlap.prepare was called in a capture; expected it before");
+    if (executor_.slot_bytes(Lane::Use::Captured) < problem.call.slot_bytes()) {
+      grow(Lane::Use::Captured, slot_bytes());
+    }
+    executor_.prepare(problem.call, operands(problem));
+  }
+
+  void set_before_op(std::function<void(const plan::Op&, std::uint64_t)>) override {
+    throw std::runtime_error("ops on a GPU have no hook; delay its streams instead");
+  }
+
+ private:
+  void grow(Lane::Use use, std::int64_t slot_bytes) {
+    if (world_ == 1) return;
+    SlotMemory memory = allocate_(slot_bytes * cuda::kSlotsPerLane);
+    executor_.use_slots(use, memory.bases, slot_bytes, std::move(memory.owner));
+  }
+
+  // Valid until the next call.
+  cuda::Operands operands(const Problem& problem) {
+    weights_.clear();
+    for (std::size_t i = 0; i < problem.weights.size(); ++i) {
+      const at::Tensor& weight = problem.weights[i];
+      const LeadingDimension leading = leading_dimension(weight);
+      weights_.push_back({weight.const_data_ptr(), weight.size(0), leading.stride, leading.row_major,
+                          problem.biases[i] ? problem.biases[i]->const_data_ptr() : nullptr,
+                          static_cast<std::byte*>(problem.outputs[i].mutable_data_ptr())});
+    }
+    return {problem.x.scalar_type(), weights_};
+  }
+
+  c10::DeviceIndex device_;
+  int world_;
+  AllocateSlots allocate_;
+  std::vector<cuda::Weight> weights_;
+  Executor executor_;
+};
+
+}  // namespace
+
+int cuda_slots() { return Executor::kSlots; }
+
+std::unique_ptr<Backend> make_cuda_backend(std::shared_ptr<Group> group, int device,
+                                           const std::vector<int>& peer_devices, AllocateSlots allocate) {
+  const std::string reason = cuda::unsupported(device, peer_devices.data(), static_cast<int>(peer_devices.size()));
+  if (!reason.empty()) throw std::runtime_error(reason);
+  return std::make_unique<CudaBackend>(std::move(group), device, std::move(allocate));
+}
+
+}  // namespace streamoverlap

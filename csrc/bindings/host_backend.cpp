@@ -1,0 +1,51 @@
+#include <utility>
+#include <vector>
+
+#include "../host/executor.h"
+#include "backend.h"
+#include "host_compute.h"
+
+namespace streamoverlap {
+namespace {
+
+class HostBackend : public Backend {
+ public:
+  // `exchange`: none in a group of one.
+  HostBackend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange)
+      : group_(std::move(group)),
+        exchange_(std::move(exchange)),
+        streams_(host::StreamSet::make()),
+        executor_(group_) {}
+
+  std::int64_t slot_bytes() const override { return executor_.slot_bytes(); }
+  bool fits(std::int64_t slot_bytes) const override { return slot_bytes <= executor_.slot_bytes(); }
+
+  void grow(std::int64_t slot_bytes, std::chrono::milliseconds timeout) override {
+    auto own = Segment::create(static_cast<std::size_t>(slot_bytes) * group_->layout().slots());
+    auto segments = exchange_ == nullptr ? std::vector<std::shared_ptr<Segment>>{own} : exchange_->share(own, timeout);
+    executor_.use_slots(std::move(segments), slot_bytes);
+  }
+
+  std::function<void()> issue(const Problem& problem) override {
+    auto pending = executor_.issue(problem.call, std::make_shared<HostCompute>(problem), streams_);
+    return [pending = std::move(pending)] { pending->wait(); };
+  }
+
+  void prepare(const Problem&) override {}
+
+  void set_before_op(host::BeforeOp hook) override { executor_.set_before_op(std::move(hook)); }
+
+ private:
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<FdExchange> exchange_;
+  host::StreamSet streams_;
+  host::Executor executor_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange) {
+  return std::make_unique<HostBackend>(std::move(group), std::move(exchange));
+}
+
+}  // namespace streamoverlap

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace streamoverlap {
+
+void register_plan(pybind11::module_&);
+void register_communicator(pybind11::module_&);
+
+}  // namespace streamoverlap

@@ -1,0 +1,204 @@
+#include "problem.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+
+namespace streamoverlap {
+namespace {
+
+using plan::Buffer;
+
+View& view(Call& call, Buffer buffer) { return call.views[static_cast<int>(buffer)]; }
+
+std::byte* data(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+
+std::string dtype_name(const at::Tensor& tensor) {
+  return c10::str("torch.", c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
+std::string label(const char* argument, std::size_t index, std::size_t count) {
+  return count == 1 ? argument : std::string(argument) + "[" + std::to_string(index) + "]";
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& argument) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, argument, " has layout ", tensor.layout(),
+                   "; expected a dense (strided) tensor");
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+                   argument, " has dtype ", dtype_name(tensor), "; expected float32, float64, bfloat16 or float16");
+  TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()), argument,
+              " requires grad, but this function records no gradient; expected a detached tensor or a call under "
+              "torch.no_grad()");
+}
+
+void check_like(const at::Tensor& tensor, const std::string& argument, const at::Tensor& x) {
+  check_tensor(tensor, argument);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(), argument, " has dtype ", dtype_name(tensor),
+                   "; expected that of x, ", dtype_name(x));
+  TORCH_CHECK_VALUE(tensor.device() == x.device(), argument, " is on ", tensor.device(), "; expected the device of x, ",
+                    x.device());
+}
+
+// x of [rows, K] or [s, b, K]. Any strides: what is not row-major is copied once, as documented.
+at::Tensor matrix_input(const at::Tensor& x) {
+  check_tensor(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, "x has shape ", x.sizes(),
+                    "; expected 2 dimensions [rows, K] or 3 dimensions [s, b, K]");
+  TORCH_CHECK_VALUE(x.size(-1) > 0, "x has shape ", x.sizes(), "; expected at least one column");
+  return x.contiguous();
+}
+
+at::Tensor plain_input(const at::Tensor& x) {
+  check_tensor(x, "x");
+  TORCH_CHECK_VALUE(x.dim() >= 1, "x is a scalar; expected at least 1 dimension, of which the first is exchanged");
+  return x.contiguous();
+}
+
+// Dense along one dimension, and rows that do not overlap. The stride of a dimension of size 1 says nothing.
+bool dense_rows(std::int64_t rows, std::int64_t columns, std::int64_t row_stride, std::int64_t column_stride) {
+  return (columns <= 1 || column_stride == 1) && (rows <= 1 || row_stride >= columns);
+}
+
+bool is_row_major(const at::Tensor& matrix) {
+  return dense_rows(matrix.size(0), matrix.size(1), matrix.stride(0), matrix.stride(1));
+}
+
+void check_weight(const at::Tensor& weight, const std::string& argument, const at::Tensor& x) {
+  check_like(weight, argument, x);
+  TORCH_CHECK_VALUE(weight.dim() == 2, argument, " has shape ", weight.sizes(), "; expected 2 dimensions [N, K]");
+  const std::int64_t k = x.size(-1);
+  TORCH_CHECK_VALUE(weight.size(1) == k, argument, ".shape[1] is ", weight.size(1), " but x.shape[-1] is ", k,
+                    "; expected them equal");
+  TORCH_CHECK_VALUE(is_row_major(weight) || is_row_major(weight.t()) || weight.numel() == 0, argument, " has shape ",
+                    weight.sizes(), " and strides ", weight.strides(),
+                    "; expected a row-major or column-major matrix (one stride 1, the other at least the size of that "
+                    "dimension); call .contiguous() on it");
+}
+
+at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const at::Tensor& x, std::int64_t n) {
+  check_like(bias, argument, x);
+  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == n, argument, " has shape ", bias.sizes(), "; expected [", n,
+                    "], one value a row of weight");
+  return bias.contiguous();
+}
+
+void check_divisible(const at::Tensor& x, int world) {
+  TORCH_CHECK_VALUE(x.size(0) % world == 0, "x.shape[0] is ", x.size(0), "; expected a multiple of the group's ", world,
+                    " ranks");
+}
+
+std::vector<std::int64_t> with_sizes(const at::Tensor& x, std::int64_t first, std::int64_t last) {
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes.front() = first;
+  sizes.back() = last;
+  return sizes;
+}
+
+std::int64_t rows_of(const at::Tensor& x) { return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1); }
+
+void set_view(Problem& problem, Buffer buffer, std::byte* base, std::int64_t row_bytes, bool all_shards) {
+  view(problem.call, buffer) = {base, row_bytes, all_shards ? row_bytes * problem.shard_rows : 0};
+}
+
+}  // namespace
+
+LeadingDimension leading_dimension(const at::Tensor& weight) {
+  if (is_row_major(weight)) return {weight.size(0) <= 1 ? weight.size(1) : weight.stride(0), true};
+  return {weight.size(1) <= 1 ? weight.size(0) : weight.stride(1), false};
+}
+
+// Only what is exchanged: in an all-gather-GEMM each rank may have another N, in a GEMM-reduce-scatter another K.
+std::vector<std::int64_t> Problem::shape_key() const {
+  return {static_cast<std::int64_t>(x.scalar_type()), shard_rows, call.row_bytes(Buffer::Slot)};
+}
+
+std::string Problem::description() const { return c10::str("x of ", x.sizes(), ", ", dtype_name(x)); }
+
+Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
+                                bool return_gathered, int world) {
+  Problem problem;
+  problem.x = matrix_input(x);
+  TORCH_CHECK_VALUE(!weights.empty(), "weight is an empty list; expected at least one tensor");
+  TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), "bias has ", biases.size(),
+                    " tensors; expected one for each of the ", weights.size(), " weights");
+  problem.biases.resize(weights.size());
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    check_weight(weights[i], label("weight", i, weights.size()), x);
+    if (!biases.empty() && biases[i]) {
+      problem.biases[i] = check_bias(*biases[i], label("bias", i, weights.size()), x, weights[i].size(0));
+    }
+  }
+  problem.weights = weights;
+  problem.shard_rows = rows_of(x);
+  for (const at::Tensor& weight : weights) {
+    problem.outputs.push_back(at::empty(with_sizes(x, x.size(0) * world, weight.size(0)), x.options()));
+  }
+  const std::int64_t k_bytes = x.size(-1) * x.element_size();
+  set_view(problem, Buffer::Input, data(problem.x), k_bytes, false);
+  set_view(problem, Buffer::Slot, nullptr, k_bytes, true);
+  const std::int64_t n_bytes = weights[0].size(0) * x.element_size();
+  set_view(problem, Buffer::Output, data(problem.outputs[0]), n_bytes, true);
+  if (return_gathered) {
+    problem.gathered = at::empty(with_sizes(x, x.size(0) * world, x.size(-1)), x.options());
+    set_view(problem, Buffer::Gathered, data(problem.gathered), k_bytes, true);
+  }
+  problem.call.shard_rows = problem.shard_rows;
+  return problem;
+}
+
+Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias, int world) {
+  Problem problem;
+  problem.x = matrix_input(x);
+  check_weight(weight, "weight", x);
+  problem.biases.resize(1);
+  if (bias) problem.biases[0] = check_bias(*bias, "bias", x, weight.size(0));
+  check_divisible(x, world);
+  problem.weights = {weight};
+  problem.shard_rows = rows_of(x) / world;
+  problem.outputs.push_back(at::empty(with_sizes(x, x.size(0) / world, weight.size(0)), x.options()));
+  const std::int64_t n_bytes = weight.size(0) * x.element_size();
+  set_view(problem, Buffer::Input, data(problem.x), x.size(-1) * x.element_size(), true);
+  set_view(problem, Buffer::Slot, nullptr, n_bytes, true);
+  set_view(problem, Buffer::Scratch, nullptr, n_bytes, true);
+  set_view(problem, Buffer::Output, data(problem.outputs[0]), n_bytes, false);
+  problem.call.shard_rows = problem.shard_rows;
+  return problem;
+}
+
+Problem all_gather_problem(const at::Tensor& x, int world) {
+  Problem problem;
+  problem.x = plain_input(x);
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes[0] *= world;
+  problem.outputs.push_back(at::empty(sizes, x.options()));
+  problem.shard_rows = x.numel() == 0 ? 0 : x.size(0);
+  const std::int64_t row_bytes = problem.shard_rows == 0 ? 0 : x.numel() / x.size(0) * x.element_size();
+  set_view(problem, Buffer::Input, data(problem.x), row_bytes, false);
+  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
+  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, true);
+  problem.call.shard_rows = problem.shard_rows;
+  return problem;
+}
+
+Problem reduce_scatter_problem(const at::Tensor& x, int world) {
+  Problem problem;
+  problem.x = plain_input(x);
+  check_divisible(x, world);
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes[0] /= world;
+  problem.outputs.push_back(at::empty(sizes, x.options()));
+  problem.shard_rows = x.numel() == 0 ? 0 : sizes[0];
+  const std::int64_t row_bytes = problem.shard_rows == 0 ? 0 : x.numel() / x.size(0) * x.element_size();
+  set_view(problem, Buffer::Input, data(problem.x), row_bytes, true);
+  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
+  set_view(problem, Buffer::Scratch, nullptr, row_bytes, true);
+  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, false);
+  problem.call.shard_rows = problem.shard_rows;
+  return problem;
+}
+
+}  // namespace streamoverlap

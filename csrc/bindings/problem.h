@@ -1,0 +1,46 @@
+// A validated call: tensors in matrix form and allocated outputs. Errors name the argument, what it was and what
+// was expected, and come before anything is sent.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../group/call.h"
+
+namespace streamoverlap {
+
+struct Problem {
+  at::Tensor x;                                   // row-major; kept alive until the call is done
+  std::vector<at::Tensor> weights;                // [N, K], row- or column-major
+  std::vector<std::optional<at::Tensor>> biases;  // [N]
+  std::vector<at::Tensor> outputs;                // one a weight; one for the plain collectives
+  at::Tensor gathered;                            // where asked for
+  std::int64_t shard_rows = 0;
+  Call call;  // all but the plan's own fields: views and shard_rows
+
+  std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan
+  std::string description() const;              // for messages
+  bool empty() const { return shard_rows == 0; }
+};
+
+// How a BLAS reads a weight that has passed the checks.
+struct LeadingDimension {
+  std::int64_t stride;  // elements between rows, or columns
+  bool row_major;
+};
+LeadingDimension leading_dimension(const at::Tensor& weight);
+
+using Tensors = std::vector<at::Tensor>;
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+
+Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
+                                bool return_gathered, int world);
+Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias, int world);
+Problem all_gather_problem(const at::Tensor& x, int world);
+Problem reduce_scatter_problem(const at::Tensor& x, int world);
+
+}  // namespace streamoverlap

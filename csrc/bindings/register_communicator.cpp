@@ -1,0 +1,113 @@
+#include <pybind11/functional.h>
+#include <torch/extension.h>
+
+#include "communicator.h"
+#include "modules.h"
+#include "test_hook.h"
+
+namespace py = pybind11;
+
+namespace streamoverlap {
+namespace {
+
+// AbortError becomes the Python class of its kind, with its fields as attributes.
+[[noreturn]] void raise(const AbortError& error) {
+  const py::gil_scoped_acquire gil;
+  const char* name = error.kind == AbortKind::PeerTimeout ? "PeerTimeoutError"
+                     : error.kind == AbortKind::Mismatch  ? "MismatchError"
+                                                          : "CommunicatorError";
+  const py::object type = py::module_::import("streamoverlap.errors").attr(name);
+  const py::object value = type(error.what(), error.group, error.op, error.peer, error.elapsed);
+  PyErr_SetObject(type.ptr(), value.ptr());
+  throw py::error_already_set();
+}
+
+// A method without the GIL, whose errors are Python's: torch's own wrapper turns c10's into TypeError, ValueError, ...
+template <class Result, class... Args>
+auto released(Result (Communicator::*method)(Args...)) {
+  return torch::wrap_pybind_function_no_gil([method](Communicator& self, Args... args) -> Result {
+    try {
+      return (self.*method)(std::forward<Args>(args)...);
+    } catch (const AbortError& error) {
+      raise(error);
+    }
+  });
+}
+
+// allocate(bytes) returns (owner, address by rank); both callable and owner are let go with the GIL held.
+std::shared_ptr<void> owned(py::object object) {
+  return std::shared_ptr<void>(object.release().ptr(), [](void* pointer) {
+    const py::gil_scoped_acquire gil;
+    py::handle(static_cast<PyObject*>(pointer)).dec_ref();
+  });
+}
+
+AllocateSlots from_python(const py::object& allocate) {
+  if (allocate.is_none()) return {};
+  const std::shared_ptr<void> callable = owned(allocate);
+  return [callable](std::int64_t bytes) {
+    const py::gil_scoped_acquire gil;
+    const auto [owner, addresses] = py::handle(static_cast<PyObject*>(callable.get()))(bytes)
+                                        .cast<std::pair<py::object, std::vector<std::uintptr_t>>>();
+    SlotMemory memory;
+    for (const std::uintptr_t address : addresses) memory.bases.push_back(reinterpret_cast<std::byte*>(address));
+    memory.owner = owned(owner);
+    return memory;
+  };
+}
+
+}  // namespace
+
+void register_communicator(py::module_& m) {
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def(py::init<std::string, int, int, double, int>(), py::arg("group_name"), py::arg("rank"), py::arg("world"),
+           py::arg("timeout"), py::arg("device") = -1)
+      .def("address", &Communicator::address)
+      .def(
+          "connect",
+          [](Communicator& self, std::vector<std::string> addresses, double timeout, const std::vector<int>& devices,
+             const py::object& allocate) {
+            AllocateSlots allocate_slots = from_python(allocate);
+            const py::gil_scoped_release no_gil;
+            self.connect(std::move(addresses), timeout, devices, std::move(allocate_slots));
+          },
+          py::arg("addresses"), py::arg("timeout"), py::arg("peer_devices") = std::vector<int>{},
+          py::arg("allocate") = py::none())
+      .def("all_gather_gemm", released(&Communicator::all_gather_gemm))
+      .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
+      .def("all_gather", released(&Communicator::all_gather))
+      .def("reduce_scatter", released(&Communicator::reduce_scatter))
+      .def("slot_bytes", &Communicator::slot_bytes)
+      .def("set_timeout", &Communicator::set_timeout, py::arg("seconds"))
+      .def("abort", &Communicator::abort, py::arg("cause"))
+      .def("check", released(&Communicator::check))
+      .def(
+          "set_test_hook",
+          [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,
+             std::int64_t kill_at, std::int64_t stop_at) {
+            self.set_before_op(make_hook({seed, max_delay_ms, std::move(streams), kill_at, stop_at}));
+          },
+          py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"), py::arg("kill_at"), py::arg("stop_at"))
+      .def("clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); });
+
+#ifdef STREAMOVERLAP_WITH_CUDA
+  m.attr("WITH_CUDA") = true;
+#else
+  m.attr("WITH_CUDA") = false;
+#endif
+
+  // The same checks for calls that do not reach an executor: `serial`, by the group's own collective.
+  m.def("validate_all_gather_gemm",
+        torch::wrap_pybind_function([](const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
+                                       int world) { all_gather_gemm_problem(x, weights, biases, false, world); }));
+  m.def("validate_gemm_reduce_scatter",
+        torch::wrap_pybind_function([](const at::Tensor& x, const at::Tensor& weight,
+                                       const std::optional<at::Tensor>& bias,
+                                       int world) { gemm_reduce_scatter_problem(x, weight, bias, world); }));
+  m.def("validate_all_gather",
+        torch::wrap_pybind_function([](const at::Tensor& x, int world) { all_gather_problem(x, world); }));
+  m.def("validate_reduce_scatter",
+        torch::wrap_pybind_function([](const at::Tensor& x, int world) { reduce_scatter_problem(x, world); }));
+}
+
+}  // namespace streamoverlap

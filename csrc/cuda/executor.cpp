@@ -1,0 +1,305 @@
+#include "executor.h"
+
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "check.h"
+
+namespace streamoverlap::cuda {
+namespace {
+
+using c10::cuda::CUDAStream;
+using std::chrono::milliseconds;
+
+constexpr std::chrono::microseconds kPoll{50};
+constexpr milliseconds kAbortedDrain{10'000};  // the watchdog releases what waits within some milliseconds
+
+std::optional<unsigned long long> capture_of(const CUDAStream& stream) {
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  STREAMOVERLAP_CHECK(cudaStreamGetCaptureInfo(stream.stream(), &status, &id));
+  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
+  return id;
+}
+
+}  // namespace
+
+Executor::Resources::Resources(const Group& group, c10::DeviceIndex device)
+    : controls(group),
+      eager(Lane::Use::Eager, group.world(), device),
+      captured(Lane::Use::Captured, group.world(), device) {}
+
+Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : group_(std::move(group)), device_(device) {
+  if (group_->layout().slots() != kSlots) {
+    throw std::invalid_argument("group '" + group_->name() + "' has " + std::to_string(group_->layout().slots()) +
+                                " slots, expected " + std::to_string(kSlots));
+  }
+  const c10::cuda::CUDAGuard guard(device_);
+  resources_ = std::make_unique<Resources>(*group_, device_);
+  group_->on_abort([this] { return release(); });
+}
+
+Executor::~Executor() {
+  bool is_idle = false;
+  try {
+    is_idle = wait_until([this] { return idle(); }, group_->aborted() ? kAbortedDrain : group_->timeout());
+  } catch (...) {  // CUDA is no more, or has failed for good
+  }
+  group_->on_abort(nullptr);
+  // Memory that a stream may still use is better lost than given to somebody else.
+  if (is_idle) return;
+  static_cast<void>(resources_.release());
+  static_cast<void>(new std::shared_ptr<Group>(group_));
+}
+
+void Executor::use_slots(Lane::Use use, const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
+                         std::shared_ptr<void> owner) {
+  const std::lock_guard<std::mutex> lock(issue_);
+  drain_locked("to replace its slots");
+  lane(use).use_slots(bases, slot_bytes, std::move(owner));
+}
+
+std::int64_t Executor::slot_bytes(Lane::Use use) const {
+  const std::lock_guard<std::mutex> lock(issue_);
+  return lane(use).slot_bytes();
+}
+
+void Executor::drain() {
+  const std::lock_guard<std::mutex> lock(issue_);
+  drain_locked("for its calls to end");
+}
+
+void Executor::drain_locked(const std::string& purpose) const {
+  finish_wait(wait_until([this] { return idle() || group_->aborted(); }, group_->timeout()), purpose);
+}
+
+void Executor::finish_wait(bool done, const std::string& purpose) const {
+  group_->check();
+  if (done) return;
+  throw std::runtime_error("group '" + group_->name() + "' waited " +
+                           std::to_string(std::chrono::duration<double>(group_->timeout()).count()) + " s " + purpose +
+                           ", and the GPU was still busy");
+}
+
+// Polls: a blocking wait of CUDA has no bound.
+bool Executor::wait_until(const std::function<bool()>& done, milliseconds timeout) const {
+  // Another thread's capture must not make the queries an error.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(kPoll);
+  }
+  return true;
+}
+
+// Eager calls by their events, replays by what they tell in shared memory.
+bool Executor::idle() const {
+  for (int slot = 0; slot < kSlotsPerLane; ++slot) {
+    if (!resources_->eager.last_use(slot).query()) return false;
+  }
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (group_->own().progress(slot).running.load(std::memory_order_acquire) != 0) return false;
+  }
+  return true;
+}
+
+// Called by the watchdog after an abort, again and again: a call may start later, and graphs may be replayed still.
+// What awaits a flag gets it by a plain store, which works while the driver is blocked.
+bool Executor::release() {
+  const std::lock_guard<std::mutex> lock(awaited_mutex_);
+  const Control own = group_->own();
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const std::uint32_t signature = own.progress(slot).running.load(std::memory_order_acquire) & kSignatureMask;
+    const auto found = awaited_.find(signature);
+    if (found == awaited_.end()) continue;
+    for (const plan::Flag& flag : found->second) {
+      own.flag(slot, flag).store(set_value(flag, signature), std::memory_order_release);
+    }
+  }
+  return false;
+}
+
+void Executor::validate(const Call& call, const Operands& operands) const {
+  const plan::Plan& plan = *call.plan;
+  if (plan.spec.world != group_->world() || plan.rank != group_->rank()) {
+    throw std::invalid_argument("call.plan is of rank " + std::to_string(plan.rank) + " of " +
+                                std::to_string(plan.spec.world) + ", the group's is rank " +
+                                std::to_string(group_->rank()) + " of " + std::to_string(group_->world()));
+  }
+  for (std::size_t i = 1; i < operands.weights.size(); ++i) {
+    if (operands.weights[i].output || operands.weights[i].n == 0) continue;
+    throw std::invalid_argument("weights[" + std::to_string(i) + "] has no output, expected one for each weight");
+  }
+}
+
+bool Executor::Prepared::is_of(const Call& call) const {
+  if (plan != call.plan || shard_rows != call.shard_rows) return false;
+  for (int i = 0; i < plan::kBuffers; ++i) {
+    if (row_bytes[i] != call.views[i].row_bytes || shard_bytes[i] != call.views[i].shard_bytes) return false;
+  }
+  return true;
+}
+
+Executor::Prepared* Executor::find(const Call& call) {
+  const auto found = prepared_.find(call.signature);
+  return found != prepared_.end() && found->second.is_of(call) ? &found->second : nullptr;
+}
+
+// False: one of them was not added to the cache yet.
+bool Executor::find_gemms(const Steps& steps, const Operands& operands, const Bases& bases) {
+  ready_gemms_.clear();
+  bool complete = true;
+  for (const Step& step : steps.steps) {
+    if (step.kind != Step::Kind::Gemm) continue;
+    for_each_product(step, operands, bases, [&](const GemmShape& shape, const GemmPointers& at) {
+      const Gemm* gemm = resources_->gemms.find(shape, at);
+      complete &= gemm != nullptr;
+      ready_gemms_.push_back({gemm, at});
+    });
+  }
+  return complete;
+}
+
+void Executor::validate_streams(const Steps& steps, const StreamSet& set, const CUDAStream& current) const {
+  if (set.device() != device_ || current.device_index() != device_) {
+    throw std::invalid_argument("the current stream is of device " + std::to_string(current.device_index()) +
+                                ", streams are of device " + std::to_string(set.device()) +
+                                ", expected both of device " + std::to_string(device_));
+  }
+  if (set.compute_streams() < steps.compute_streams) {
+    throw std::invalid_argument("streams has " + std::to_string(set.compute_streams()) +
+                                " compute streams, the plan needs " + std::to_string(steps.compute_streams));
+  }
+}
+
+void Executor::issue(const Call& call, const Operands& operands, const CUDAStream& current, StreamSet* streams,
+                     milliseconds timeout) {
+  const std::lock_guard<std::mutex> lock(issue_);
+  group_->check();
+  validate(call, operands);
+  const c10::cuda::CUDAGuard guard(device_);
+  const std::optional<unsigned long long> capture = capture_of(current);
+  Lane& lane = capture ? resources_->captured : resources_->eager;
+  StreamSet& set = capture || !streams ? lane.streams() : *streams;
+  if (capture && capture_.id != *capture) {
+    capture_.id = *capture;
+    capture_.calls = 0;
+  }
+  std::uint64_t& calls = capture ? capture_.calls : eager_calls_;
+  const int slot = static_cast<int>(calls % kSlotsPerLane);
+
+  const auto is_ready = [&](const Prepared* prepared) {
+    return prepared && lane.has_room(call, prepared->steps) && set.has_workspaces(prepared->steps.workspaces) &&
+           find_gemms(prepared->steps, operands, lane.bases(slot, call));
+  };
+  Prepared* prepared = find(call);
+  const bool ready = is_ready(prepared);
+  if (!ready) {
+    if (capture) {
+      throw std::runtime_error(plan::to_string(call.plan->spec) + " with these shapes was not prepared; call " +
+                               "streamoverlap.prepare(...) before capturing");
+    }
+    prepare_locked(call, operands);
+    prepared = find(call);
+  }
+  validate_streams(prepared->steps, set, current);
+  if (!ready) {
+    set.reserve_workspaces(prepared->steps.workspaces);
+    if (!is_ready(prepared)) throw std::logic_error("a call is not ready after it was prepared");
+  }
+
+  group_->own().head().issued.store(++calls_, std::memory_order_relaxed);
+  ++calls;
+  const Issue issue{prepared->steps,          operands, lane,    lane.bases(slot, call),
+                    lane.first_slot() + slot, set,      current, capture.has_value()};
+  if (capture) {
+    // A graph runs its branches in any order; calls on parallel branches would be in another order on another rank.
+    if (capture_.calls > 1) capture_.last.block(current);
+    run(issue, timeout);
+    capture_.last.record(current);
+    return;
+  }
+  try {
+    lane.last_use(slot).block(current);
+    run(issue, timeout);
+    lane.last_use(slot).record(current);
+  } catch (const std::exception& error) {
+    fail(issue, call.signature, error.what());
+    throw;
+  }
+}
+
+// `current` is joined with every stream that touches the caller's memory, so what the allocator does with that memory
+// afterwards on `current`, where it belongs, is ordered after the call: no record_stream, also for inputs freed now.
+void Executor::run(const Issue& issue, milliseconds timeout) {
+  const auto on = [&issue](plan::Stream role) -> const CUDAStream& {
+    return role == plan::kMain ? issue.current : issue.streams.at(role);
+  };
+  if (timeout.count() > 0) write_timeout(issue, timeout);
+  MemoryOp* const memory = issue.steps.memory[issue.slot].data();
+  const ReadyGemm* gemm = ready_gemms_.data();
+  const auto products = std::count_if(issue.operands.weights.begin(), issue.operands.weights.end(),
+                                      [](const Weight& weight) { return weight.n > 0; });
+  for (const Step& step : issue.steps.steps) {
+    const CUDAStream& stream = on(step.stream);
+    switch (step.kind) {
+      case Step::Kind::Gemm:
+        for (auto i = products; i > 0; --i, ++gemm) {
+          gemm->gemm->run(resources_->gemms.handle(), gemm->at, issue.streams.workspace(step.stream), stream.stream());
+        }
+        break;
+      case Step::Kind::Copy:
+        copy(step.d.in(issue.bases), step.a.in(issue.bases), step.bytes, stream);
+        break;
+      case Step::Kind::Reduce:
+        sum(issue.steps, step, step.d.in(issue.bases), issue.bases, issue.operands.dtype, stream);
+        break;
+      case Step::Kind::Memory:
+        enqueue(memory + step.first, step.count, stream.stream(), issue.capturing);
+        break;
+      case Step::Kind::Record:
+        issue.lane.event(step.event).record(stream);
+        break;
+      case Step::Kind::Wait:
+        issue.lane.event(step.event).block(stream);
+        break;
+    }
+  }
+  if (timeout.count() > 0) write_timeout(issue, milliseconds{0});
+}
+
+void Executor::write_timeout(const Issue& issue, milliseconds timeout) const {
+  MemoryOp op = write_value(resources_->controls.word(group_->rank(), group_->layout().timeout_offset(issue.slot)),
+                            static_cast<std::uint32_t>(timeout.count()));
+  enqueue(&op, 1, issue.current.stream(), issue.capturing);
+}
+
+// Part of a call is on the streams: peers cannot finish it, and the caller's memory may be in use. The watchdog
+// releases what waits; `current` comes after it.
+void Executor::fail(const Issue& issue, std::uint32_t signature, const char* cause) noexcept {
+  try {
+    AbortRecord record;
+    record.signature = signature;
+    record.culprit = group_->rank();
+    set_text(record.cause, cause);
+    group_->abort(record);
+    at::cuda::CUDAEvent reached;
+    for (plan::Stream role = plan::kSend; role < plan::kCompute + issue.steps.compute_streams; ++role) {
+      reached.record(issue.streams.at(role));
+      reached.block(issue.current);
+    }
+    MemoryOp ended =
+        write_value(resources_->controls.word(group_->rank(), group_->layout().running_offset(issue.slot)), 0);
+    enqueue(&ended, 1, issue.current.stream(), issue.capturing);
+    issue.lane.last_use(issue.slot - issue.lane.first_slot()).record(issue.current);
+  } catch (const std::exception&) {  // the first error is the one to tell
+  }
+}
+
+}  // namespace streamoverlap::cuda

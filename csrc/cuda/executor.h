@@ -1,0 +1,138 @@
+// Carries out plans on CUDA streams: copy engines move data, memory operations of streams set and await flags in shared
+// memory, cuBLASLt multiplies. No SM does communication.
+//
+// It knows op kinds, never operations or algorithms: what happens in which order is the plan's business.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../group/call.h"
+#include "../group/group.h"
+#include "data_ops.h"
+#include "gemm.h"
+#include "lane.h"
+#include "registered.h"
+#include "steps.h"
+#include "streams.h"
+
+namespace streamoverlap::cuda {
+
+class Executor {
+ public:
+  // The group needs `kSlots` slots.
+  static constexpr int kSlots = 2 * kSlotsPerLane;
+
+  Executor(std::shared_ptr<Group> group, c10::DeviceIndex device);
+  // Waits for calls in flight, bounded by the group's timeout; graphs that contain calls must not be replayed any more.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Collective, at the same place in the order of calls on all ranks. bases[r]: where rank r's slots for this use start
+  // in this process, kSlotsPerLane of `slot_bytes`. Calls in flight are waited for. Captured calls keep the slots they
+  // were captured with.
+  void use_slots(Lane::Use use, const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
+                 std::shared_ptr<void> owner);
+  std::int64_t slot_bytes(Lane::Use use) const;
+
+  // All that a call's first use costs: waits for calls in flight, chooses GEMM algorithms and runs every kernel of the
+  // plan once on scratch memory, and takes what a captured call of it needs. Sends nothing. Not in a capture.
+  void prepare(const Call& call, const Operands& operands);
+
+  // Enqueues a call; its outputs are valid on `current`. Prepares it if need be; in a capture that is an error instead.
+  // The plan must live as long as this. `streams`: null for the private set; in a capture always the private one, since
+  // a graph has no streams. `timeout` 0: the group's.
+  // Throws AbortError on a group that has failed, std::invalid_argument on a call that does not fit.
+  void issue(const Call& call, const Operands& operands, const c10::cuda::CUDAStream& current,
+             StreamSet* streams = nullptr, std::chrono::milliseconds timeout = std::chrono::milliseconds{0});
+
+  // Until no eager call is in flight. Throws AbortError, or std::runtime_error after the group's timeout.
+  void drain();
+
+ private:
+  // What `steps` were compiled from; a signature is a hash, and might stand for two calls.
+  struct Prepared {
+    const plan::Plan* plan = nullptr;
+    std::int64_t shard_rows = 0;
+    std::array<std::int64_t, plan::kBuffers> row_bytes{}, shard_bytes{};
+    Steps steps;
+
+    bool is_of(const Call& call) const;
+  };
+  struct ReadyGemm {
+    const Gemm* gemm;
+    GemmPointers at;
+  };
+  // All that streams may still use when this is destroyed.
+  struct Resources {
+    Resources(const Group& group, c10::DeviceIndex device);
+
+    RegisteredControls controls;
+    Lane eager, captured;
+    GemmCache gemms;
+  };
+  struct Capture {
+    unsigned long long id = 0;
+    std::uint64_t calls = 0;
+    at::cuda::CUDAEvent last;
+  };
+
+  // A call on its way to the streams.
+  struct Issue {
+    Steps& steps;
+    const Operands& operands;
+    Lane& lane;
+    const Bases& bases;
+    int slot;  // of the group's layout
+    StreamSet& streams;
+    const c10::cuda::CUDAStream& current;
+    bool capturing;
+  };
+
+  void validate(const Call& call, const Operands& operands) const;
+  void validate_slots(const Call& call, Lane::Use use) const;
+  void validate_steps(const Steps& steps, const Operands& operands) const;
+  void validate_streams(const Steps& steps, const StreamSet& set, const c10::cuda::CUDAStream& current) const;
+
+  Prepared* find(const Call& call);
+  void prepare_locked(const Call& call, const Operands& operands);
+  void rehearse(const Call& call, const Operands& operands, const Steps& steps);
+  bool find_gemms(const Steps& steps, const Operands& operands, const Bases& bases);
+
+  void run(const Issue& issue, std::chrono::milliseconds timeout);
+  void write_timeout(const Issue& issue, std::chrono::milliseconds timeout) const;
+  void fail(const Issue& issue, std::uint32_t signature, const char* cause) noexcept;
+
+  bool idle() const;
+  bool wait_until(const std::function<bool()>& done, std::chrono::milliseconds timeout) const;
+  void finish_wait(bool done, const std::string& purpose) const;
+  void drain_locked(const std::string& purpose) const;
+  bool release();
+
+  Lane& lane(Lane::Use use) const { return use == Lane::Use::Eager ? resources_->eager : resources_->captured; }
+
+  std::shared_ptr<Group> group_;
+  c10::DeviceIndex device_;
+  mutable std::mutex issue_;  // the order of calls
+  std::uint64_t calls_ = 0;
+  std::uint64_t eager_calls_ = 0;
+  std::unique_ptr<Resources> resources_;
+  std::unordered_map<std::uint32_t, Prepared> prepared_;
+  std::vector<ReadyGemm> ready_gemms_;  // of the call being issued, in the order of steps
+  Capture capture_;
+
+  // For the watchdog: never held over a call of CUDA.
+  std::mutex awaited_mutex_;
+  std::unordered_map<std::uint32_t, std::vector<plan::Flag>> awaited_;  // by signature
+};
+
+}  // namespace streamoverlap::cuda

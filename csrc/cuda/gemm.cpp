@@ -1,0 +1,195 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "check.h"
+#include "reduce.h"
+
+namespace streamoverlap::cuda {
+namespace {
+
+constexpr int kCandidates = 8;
+constexpr std::uint32_t kMaxAlignment = 16;  // bytes; no kernel asks for more
+
+struct Types {
+  cudaDataType_t data;
+  cudaDataType_t scale;
+  cublasComputeType_t compute;
+};
+
+Types types_of(const GemmShape& shape) {
+  switch (shape.dtype) {
+    case at::ScalarType::BFloat16:
+      return {CUDA_R_16BF, CUDA_R_32F, CUBLAS_COMPUTE_32F};
+    case at::ScalarType::Half:
+      return {CUDA_R_16F, CUDA_R_32F, CUBLAS_COMPUTE_32F};
+    case at::ScalarType::Float:
+      return {CUDA_R_32F, CUDA_R_32F, shape.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F};
+    case at::ScalarType::Double:
+      return {CUDA_R_64F, CUDA_R_64F, CUBLAS_COMPUTE_64F};
+    default:
+      throw std::invalid_argument("dtype is " + std::string(c10::toString(shape.dtype)) +
+                                  ", expected float32, float64, float16 or bfloat16");
+  }
+}
+
+// alpha and beta are read in the scale type.
+const void* scalar(at::ScalarType dtype, bool one) {
+  static constexpr float kFloats[] = {0, 1};
+  static constexpr double kDoubles[] = {0, 1};
+  return dtype == at::ScalarType::Double ? static_cast<const void*>(&kDoubles[one]) : &kFloats[one];
+}
+
+std::uint32_t alignment(const void* pointer) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer) | kMaxAlignment;
+  return static_cast<std::uint32_t>(address & (~address + 1));  // the lowest bit that is set
+}
+
+template <class T>
+void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+  STREAMOVERLAP_CHECK(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value));
+}
+
+class Preference {
+ public:
+  Preference() { STREAMOVERLAP_CHECK(cublasLtMatmulPreferenceCreate(&preference_)); }
+  ~Preference() { cublasLtMatmulPreferenceDestroy(preference_); }
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+
+  template <class T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+    STREAMOVERLAP_CHECK(cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof value));
+  }
+  cublasLtMatmulPreference_t get() const { return preference_; }
+
+ private:
+  cublasLtMatmulPreference_t preference_ = nullptr;
+};
+
+std::string to_string(const GemmShape& shape, const GemmPointers& at) {
+  return std::string(c10::toString(shape.dtype)) + " GEMM of m " + std::to_string(shape.m) + ", n " +
+         std::to_string(shape.n) + ", k " + std::to_string(shape.k) + ", weight " +
+         (shape.w_row_major ? "row" : "column") + "-major with leading dimension " + std::to_string(shape.ldw) +
+         (at.c ? ", with C" : "") + (at.bias ? ", with bias" : "");
+}
+
+}  // namespace
+
+Gemm::Matrix Gemm::matrix(cudaDataType_t type, std::int64_t rows, std::int64_t columns, std::int64_t ld) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  STREAMOVERLAP_CHECK(cublasLtMatrixLayoutCreate(&layout, type, rows, columns, ld));
+  return Matrix(layout);
+}
+
+// cuBLAS is column-major, so it is given the transposed problem: D^T = W A^T, where A^T, C^T and D^T are what row-major
+// A, C and D look like to it, and the bias, one value a row of D^T, is the epilogue's.
+Gemm::Gemm(cublasLtHandle_t handle, const GemmShape& shape, const GemmPointers& at, void* workspace,
+           cudaStream_t stream)
+    : shape_(shape) {
+  const Types types = types_of(shape);
+  cublasLtMatmulDesc_t operation = nullptr;
+  STREAMOVERLAP_CHECK(cublasLtMatmulDescCreate(&operation, types.compute, types.scale));
+  operation_.reset(operation);
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, shape.w_row_major ? CUBLAS_OP_T : CUBLAS_OP_N);
+  w_ = shape.w_row_major ? matrix(types.data, shape.k, shape.n, shape.ldw)
+                         : matrix(types.data, shape.n, shape.k, shape.ldw);
+  a_ = matrix(types.data, shape.k, shape.m, shape.lda);
+  d_ = matrix(types.data, shape.n, shape.m, shape.ldd);
+
+  for (const bool in_epilogue : {true, false}) {
+    bias_in_epilogue_ = at.bias != nullptr && in_epilogue;
+    const bool c_is_d = !at.c || (at.bias && !in_epilogue);
+    c_ = matrix(types.data, shape.n, shape.m, c_is_d ? shape.ldd : shape.ldc);
+    set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE,
+        bias_in_epilogue_ ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
+    if (choose(handle, at, workspace, stream)) return;
+    if (!at.bias) break;
+  }
+  throw std::runtime_error("cuBLASLt has no algorithm for a " + to_string(shape, at));
+}
+
+bool Gemm::choose(cublasLtHandle_t handle, const GemmPointers& at, void* workspace, cudaStream_t stream) {
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+  // Others round partial sums to the output's type, or add them in no fixed order.
+  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                 static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(at.w));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(at.a));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, std::min(alignment(at.c), alignment(at.d)));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(at.d));
+  if (bias_in_epilogue_) set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, at.bias);
+
+  cublasLtMatmulHeuristicResult_t candidates[kCandidates];
+  int found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), w_.get(), a_.get(), c_.get(), d_.get(), preference.get(),
+                                     kCandidates, candidates, &found);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return false;
+  STREAMOVERLAP_CHECK(status);
+  for (int i = 0; i < found; ++i) {
+    if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+    algorithm_ = candidates[i].algo;
+    if (multiply(handle, at, workspace, stream) == CUBLAS_STATUS_SUCCESS) return true;
+  }
+  return false;
+}
+
+cublasStatus_t Gemm::multiply(cublasLtHandle_t handle, const GemmPointers& at, void* workspace,
+                              cudaStream_t stream) const {
+  const void* c = at.c;
+  if (bias_in_epilogue_) {
+    set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, at.bias);
+  } else if (at.bias) {
+    fill_bias_rows(at.d, shape_.ldd, at.c, shape_.ldc, at.bias, shape_.m, shape_.n, shape_.dtype, stream);
+    c = at.d;
+  }
+  return cublasLtMatmul(handle, operation_.get(), scalar(shape_.dtype, true), at.w, w_.get(), at.a, a_.get(),
+                        scalar(shape_.dtype, c != nullptr), c ? c : at.d, c_.get(), at.d, d_.get(), &algorithm_,
+                        workspace, kWorkspaceBytes, stream);
+}
+
+void Gemm::run(cublasLtHandle_t handle, const GemmPointers& at, void* workspace, cudaStream_t stream) const {
+  const cublasStatus_t status = multiply(handle, at, workspace, stream);
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    throw_error(status, ("cublasLtMatmul for a " + to_string(shape_, at)).c_str(), __FILE__, __LINE__);
+  }
+}
+
+GemmCache::GemmCache() { STREAMOVERLAP_CHECK(cublasLtCreate(&handle_)); }
+
+GemmCache::~GemmCache() { cublasLtDestroy(handle_); }
+
+GemmCache::Key GemmCache::key(const GemmShape& shape, const GemmPointers& at) {
+  std::int64_t traits = static_cast<std::int64_t>(shape.dtype);
+  const auto append = [&traits](std::int64_t value, int bits) { traits = traits << bits | value; };
+  append(shape.w_row_major, 1);
+  append(shape.tf32, 1);
+  append(at.c != nullptr, 1);
+  append(at.bias != nullptr, 1);
+  for (const void* pointer : {at.a, at.w, at.c, at.bias, static_cast<const void*>(at.d)}) append(alignment(pointer), 5);
+  return {shape.m, shape.n, shape.k, shape.lda, shape.ldw, shape.ldc, shape.ldd, traits};
+}
+
+std::size_t GemmCache::Hash::operator()(const Key& key) const {
+  std::uint64_t hash = 0;
+  for (const std::int64_t value : key) {
+    hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+const Gemm* GemmCache::find(const GemmShape& shape, const GemmPointers& at) const {
+  const auto found = gemms_.find(key(shape, at));
+  return found != gemms_.end() ? &found->second : nullptr;
+}
+
+void GemmCache::add(const GemmShape& shape, const GemmPointers& at, void* workspace, cudaStream_t stream) {
+  gemms_.emplace(key(shape, at), Gemm(handle_, shape, at, workspace, stream));
+}
+
+}  // namespace streamoverlap::cuda

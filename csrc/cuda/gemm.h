@@ -1,0 +1,87 @@
+// D[m, n] = A[m, k] W^T (+ C) (+ bias) by cuBLASLt: A, C, D row-major, W [n, k] row- or column-major, nothing copied.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <cublasLt.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+namespace streamoverlap::cuda {
+
+inline constexpr std::size_t kWorkspaceBytes = 32 << 20;  // what cuBLAS asks for on Hopper
+
+struct GemmShape {
+  std::int64_t m = 0, n = 0, k = 0;
+  std::int64_t lda = 0, ldw = 0, ldc = 0, ldd = 0;  // in elements
+  at::ScalarType dtype = at::ScalarType::Float;
+  bool w_row_major = true;
+  bool tf32 = false;  // float32 products may be rounded to TF32
+};
+
+struct GemmPointers {
+  const void* a = nullptr;
+  const void* w = nullptr;
+  const void* c = nullptr;     // null: no C, and D is not read
+  const void* bias = nullptr;  // [n], null: none
+  void* d = nullptr;           // not C
+};
+
+// A problem cuBLASLt has chosen an algorithm for; the same one every time. Accumulates in fp32 (float64: fp64) and
+// rounds once; split-K sums are in the accumulator's type and order, so equal inputs give equal bits.
+class Gemm {
+ public:
+  // Tries candidates in cuBLASLt's order until one runs: overwrites D. Throws where none does.
+  Gemm(cublasLtHandle_t, const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t);
+
+  void run(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
+
+ private:
+  template <class T, cublasStatus_t (*destroy)(T*)>
+  struct Destroy {
+    void operator()(T* object) const { destroy(object); }
+  };
+  using Operation =
+      std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy<cublasLtMatmulDescOpaque_t, &cublasLtMatmulDescDestroy>>;
+  using Matrix = std::unique_ptr<cublasLtMatrixLayoutOpaque_t,
+                                 Destroy<cublasLtMatrixLayoutOpaque_t, &cublasLtMatrixLayoutDestroy>>;
+
+  static Matrix matrix(cudaDataType_t, std::int64_t rows, std::int64_t columns, std::int64_t ld);
+  bool choose(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t);
+  cublasStatus_t multiply(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
+
+  GemmShape shape_;
+  bool bias_in_epilogue_ = false;
+  Operation operation_;
+  Matrix w_, a_, c_, d_;
+  cublasLtMatmulAlgo_t algorithm_{};
+};
+
+// By shape, what is there (C, bias), and the alignment of the pointers.
+class GemmCache {
+ public:
+  GemmCache();
+  ~GemmCache();
+  GemmCache(const GemmCache&) = delete;
+  GemmCache& operator=(const GemmCache&) = delete;
+
+  cublasLtHandle_t handle() const { return handle_; }
+  const Gemm* find(const GemmShape&, const GemmPointers&) const;  // null: not added yet
+  // Runs it once, so that its kernels are loaded: overwrites D.
+  void add(const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t);
+
+ private:
+  using Key = std::array<std::int64_t, 8>;
+  struct Hash {
+    std::size_t operator()(const Key&) const;
+  };
+  static Key key(const GemmShape&, const GemmPointers&);
+
+  cublasLtHandle_t handle_ = nullptr;
+  std::unordered_map<Key, Gemm, Hash> gemms_;
+};
+
+}  // namespace streamoverlap::cuda

@@ -1,0 +1,149 @@
+#include "steps.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace streamoverlap::cuda {
+namespace {
+
+using plan::FlagKind;
+using plan::Kind;
+using plan::Op;
+
+class Compiler {
+ public:
+  Compiler(const Call& call, const Layout& layout, const RegisteredControls& controls)
+      : call_(call), layout_(layout), controls_(controls) {
+    steps_.events = call.plan->events;
+    steps_.memory.resize(layout.slots());
+  }
+
+  Steps compile() {
+    set_running(plan::kMain, call_.signature);
+    for (const Op& op : call_.plan->ops) add(op);
+    set_running(plan::kMain, 0);
+    return std::move(steps_);
+  }
+
+ private:
+  void add(const Op& op) {
+    switch (op.kind) {
+      case Kind::Gemm:
+        return gemm(op);
+      case Kind::Put:
+      case Kind::Copy:
+        return copy(op);
+      case Kind::Reduce:
+        return reduce(op);
+      case Kind::Notify:
+        return notify(op);
+      case Kind::Await:
+        return await(op);
+      case Kind::Record:
+        append(Step::Kind::Record, op.stream).event = op.event;
+        return;
+      case Kind::Wait:
+        append(Step::Kind::Wait, op.stream).event = op.event;
+        return;
+    }
+  }
+
+  Step& append(Step::Kind kind, plan::Stream stream) {
+    Step step;
+    step.kind = kind;
+    step.stream = stream;
+    steps_.steps.push_back(step);
+    steps_.compute_streams = std::max(steps_.compute_streams, stream - plan::kCompute + 1);
+    return steps_.steps.back();
+  }
+
+  // Null for a chunk with nothing in it, which happens where a shard has fewer rows than chunks.
+  Step* data_step(Step::Kind kind, const Op& op) {
+    const Block d = block(op.writes[0]);
+    if (d.rows.count == 0) return nullptr;
+    Step& step = append(kind, op.stream);
+    step.d = address(op.writes[0]);
+    step.rows = d.rows.count;
+    step.output_row = d.shard * call_.shard_rows + d.rows.begin;
+    step.bytes = d.bytes();
+    return &step;
+  }
+
+  void gemm(const Op& op) {
+    Step* step = data_step(Step::Kind::Gemm, op);
+    if (!step) return;
+    step->a = address(op.reads[0]);
+    step->a_row_bytes = block(op.reads[0]).row_bytes;
+    if (op.reads.size() > 1) step->c = address(op.reads[1]);
+    step->bias = op.bias;
+    steps_.workspaces = std::max(steps_.workspaces, op.stream - plan::kCompute + 1);
+  }
+
+  void copy(const Op& op) {
+    if (Step* step = data_step(Step::Kind::Copy, op)) step->a = address(op.reads[0]);
+  }
+
+  void reduce(const Op& op) {
+    Step* step = data_step(Step::Kind::Reduce, op);
+    if (!step) return;
+    step->first = static_cast<int>(steps_.terms.size());
+    step->count = static_cast<int>(op.reads.size());
+    for (const plan::Region& term : op.reads) steps_.terms.push_back(address(term));
+  }
+
+  void notify(const Op& op) {
+    if (op.flag.kind == FlagKind::Empty && !std::exchange(received_, true)) {
+      set_running(op.stream, call_.signature | kReceived);
+    }
+    memory(op.stream, [&](int slot) { return write_value(flag(op.flag, slot), set_value(op.flag, call_.signature)); });
+  }
+
+  void await(const Op& op) {
+    steps_.awaited.push_back(op.flag);
+    memory(op.stream, [&](int slot) { return wait_value(flag(op.flag, slot), set_value(op.flag, call_.signature)); });
+    memory(op.stream, [&](int slot) { return write_value(flag(op.flag, slot), 0); });
+  }
+
+  void set_running(plan::Stream stream, std::uint32_t value) {
+    memory(stream, [&](int slot) {
+      return write_value(controls_.word(call_.plan->rank, layout_.running_offset(slot)), value);
+    });
+  }
+
+  CUdeviceptr flag(const plan::Flag& flag, int slot) const {
+    return controls_.word(flag.owner(), layout_.flag_offset(slot, flag));
+  }
+
+  // What follows at once on the same stream joins the batch: no other stream is issued in between, so the plan's issue
+  // order stays as it is.
+  template <class OpOfSlot>
+  void memory(plan::Stream stream, const OpOfSlot& op_of_slot) {
+    const bool joins = !steps_.steps.empty() && steps_.steps.back().kind == Step::Kind::Memory &&
+                       steps_.steps.back().stream == stream && steps_.steps.back().count < kMaxBatch;
+    Step& step = joins ? steps_.steps.back() : append(Step::Kind::Memory, stream);
+    if (!joins) step.first = static_cast<int>(steps_.memory[0].size());
+    ++step.count;
+    for (int slot = 0; slot < layout_.slots(); ++slot) steps_.memory[slot].push_back(op_of_slot(slot));
+  }
+
+  Block block(const plan::Region& region) const { return block_of(call_, region, nullptr); }
+
+  Address address(const plan::Region& region) const {
+    const int base = region.buffer == plan::Buffer::Slot ? kSlotOf + region.rank : static_cast<int>(region.buffer);
+    return {base, reinterpret_cast<std::intptr_t>(block(region).data)};
+  }
+
+  const Call& call_;
+  const Layout& layout_;
+  const RegisteredControls& controls_;
+  Steps steps_;
+  bool received_ = false;
+};
+
+}  // namespace
+
+Steps compile(const Call& call, const Layout& layout, const RegisteredControls& controls) {
+  return Compiler(call, layout, controls).compile();
+}
+
+}  // namespace streamoverlap::cuda

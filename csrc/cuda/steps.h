@@ -1,0 +1,52 @@
+// A plan made ready to be issued again and again: what does not change from call to call is worked out once.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "../group/call.h"
+#include "../group/layout.h"
+#include "driver.h"
+#include "registered.h"
+
+namespace streamoverlap::cuda {
+
+// Where buffers start in a call: this rank's by plan::Buffer (but Slot), then the slot of every rank.
+inline constexpr int kSlotOf = plan::kBuffers;
+using Bases = std::array<std::byte*, kSlotOf + plan::kMaxWorld>;
+
+struct Address {
+  int base = -1;  // -1: nothing
+  std::int64_t offset = 0;
+
+  std::byte* in(const Bases& bases) const { return base < 0 ? nullptr : bases[base] + offset; }
+};
+
+struct Step {
+  enum class Kind : std::uint8_t { Gemm, Copy, Reduce, Memory, Record, Wait };
+
+  Kind kind = Kind::Record;
+  plan::Stream stream = plan::kMain;
+  bool bias = false;                       // Gemm
+  int event = -1;                          // Record, Wait
+  int first = 0, count = 0;                // Reduce: terms; Memory: operations
+  Address a, c, d;                         // Gemm: D = A W^T (+ C); Copy: D = A; Reduce: D
+  std::int64_t a_row_bytes = 0, rows = 0;  // Gemm
+  std::int64_t output_row = 0;             // Gemm: of D in an output of all shards
+  std::int64_t bytes = 0;                  // of D
+};
+
+struct Steps {
+  std::vector<Step> steps;  // in issue order
+  std::vector<Address> terms;
+  std::vector<std::vector<MemoryOp>> memory;  // by slot
+  std::vector<plan::Flag> awaited;            // flags of this rank
+  int events = 0;
+  int compute_streams = 0;  // that the plan uses
+  int workspaces = 0;       // compute streams up to the last one that multiplies
+};
+
+Steps compile(const Call& call, const Layout& layout, const RegisteredControls& controls);
+
+}  // namespace streamoverlap::cuda

@@ -1,0 +1,62 @@
+#include "streams.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "check.h"
+#include "gemm.h"
+
+namespace streamoverlap::cuda {
+
+using c10::cuda::CUDAStream;
+
+std::shared_ptr<StreamSet> StreamSet::make(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
+  int lowest = 0, highest = 0;
+  STREAMOVERLAP_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+  std::vector<CUDAStream> streams;
+  std::vector<cudaStream_t> owned;
+  for (plan::Stream role = plan::kSend; role < plan::kMaxStreams; ++role) {
+    cudaStream_t stream{};
+    STREAMOVERLAP_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    owned.push_back(stream);
+    streams.push_back(c10::cuda::getStreamFromExternal(stream, device));
+  }
+  auto set =
+      std::make_shared<StreamSet>(streams[0], streams[1], std::vector<CUDAStream>(streams.begin() + 2, streams.end()));
+  set->owned_ = std::move(owned);
+  return set;
+}
+
+StreamSet::StreamSet(CUDAStream send, CUDAStream recv, std::vector<CUDAStream> compute) : streams_{send, recv} {
+  streams_.insert(streams_.end(), compute.begin(), compute.end());
+  if (compute.empty() || compute.size() > static_cast<std::size_t>(plan::kMaxComputeStreams)) {
+    throw std::invalid_argument("streams has " + std::to_string(compute.size()) + " compute streams, expected 1 to " +
+                                std::to_string(plan::kMaxComputeStreams));
+  }
+  for (const CUDAStream& stream : streams_) {
+    if (stream.device_index() == send.device_index()) continue;
+    throw std::invalid_argument("streams are of devices " + std::to_string(send.device_index()) + " and " +
+                                std::to_string(stream.device_index()) + ", expected all of one device");
+  }
+}
+
+StreamSet::~StreamSet() {
+  for (const cudaStream_t stream : owned_) cudaStreamDestroy(stream);
+}
+
+void StreamSet::reserve_workspaces(int count) {
+  for (int i = static_cast<int>(workspaces_.size()); i < count; ++i) {
+    // Allocated on the stream that uses it, so that the allocator gives it to no other one when it is freed.
+    const CUDAStream& stream = at(plan::kCompute + i);
+    const c10::cuda::CUDAStreamGuard guard(stream);
+    workspaces_.push_back(at::empty({static_cast<std::int64_t>(kWorkspaceBytes)},
+                                    at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index())));
+  }
+}
+
+}  // namespace streamoverlap::cuda

@@ -1,0 +1,51 @@
+// One call as an executor sees it: the plan, and where each of its regions lies in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../plan/plan.h"
+
+namespace streamoverlap {
+
+// Rows of a chunk within its shard. All chunks have ceil(shard_rows / chunks) rows but the last, which may have
+// fewer; where rows are fewer than chunks the last ones are empty.
+struct Rows {
+  std::int64_t begin = 0;
+  std::int64_t count = 0;
+};
+Rows chunk_rows(std::int64_t shard_rows, int chunks, int chunk);
+
+// Where a buffer of this rank lies. A buffer that holds a single shard (the input of an all-gather, the output of a
+// reduce-scatter) has shard_bytes 0.
+struct View {
+  std::byte* base = nullptr;
+  std::int64_t row_bytes = 0;
+  std::int64_t shard_bytes = 0;
+};
+
+struct Call {
+  const plan::Plan* plan = nullptr;
+  std::uint32_t signature = 0;  // of plan and shapes, equal on all ranks that agree; see signature.h
+  std::int64_t shard_rows = 0;
+  View views[plan::kBuffers];  // Slot and Scratch: only row_bytes; the executor picks the slot and sets base
+
+  std::int64_t slot_bytes() const { return row_bytes(plan::Buffer::Slot) * shard_rows * plan->spec.world; }
+  std::int64_t scratch_bytes() const { return row_bytes(plan::Buffer::Scratch) * shard_rows * plan->spec.world; }
+  std::int64_t row_bytes(plan::Buffer b) const { return views[static_cast<int>(b)].row_bytes; }
+};
+
+// A region in memory.
+struct Block {
+  std::byte* data = nullptr;
+  Rows rows;               // within the shard
+  std::int64_t shard = 0;  // its row 0 is row `shard * shard_rows + rows.begin` of a buffer that holds all shards
+  std::int64_t row_bytes = 0;
+  std::int64_t bytes() const { return rows.count * row_bytes; }
+};
+
+// `base`: where the region's buffer starts; for a Slot that of the region's rank, for Input, Output and Gathered the
+// view's.
+Block block_of(const Call& call, const plan::Region& region, std::byte* base);
+
+}  // namespace streamoverlap

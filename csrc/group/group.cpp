@@ -1,0 +1,117 @@
+#include "group.h"
+
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "watchdog.h"
+
+namespace streamoverlap {
+namespace {
+
+constexpr std::chrono::milliseconds kRecordWait{100};  // a claim without a record: its writer has died
+
+void validate(const GroupConfig& config) {
+  const auto expect = [&config](bool ok, const std::string& what) {
+    if (!ok) throw std::invalid_argument("group '" + config.name + "': " + what);
+  };
+  expect(config.world >= 1 && config.world <= plan::kMaxWorld,
+         "world is " + std::to_string(config.world) + ", expected 1 to " + std::to_string(plan::kMaxWorld));
+  expect(config.rank >= 0 && config.rank < config.world,
+         "rank is " + std::to_string(config.rank) + ", expected 0 to " + std::to_string(config.world - 1));
+  expect(config.slots >= 1 && config.slots <= kMaxSlots,
+         "slots is " + std::to_string(config.slots) + ", expected 1 to " + std::to_string(kMaxSlots));
+  expect(config.timeout.count() > 0,
+         "timeout is " + std::to_string(config.timeout.count()) + " ms, expected more than 0");
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> make_control(const GroupConfig& config) {
+  validate(config);
+  const Layout layout(config.world, config.slots);
+  auto segment = Segment::create(layout.bytes());
+  Control(segment->data(), layout).initialise(config.rank);
+  return segment;
+}
+
+Group::Group(GroupConfig config, std::vector<std::shared_ptr<Segment>> controls)
+    : config_(std::move(config)),
+      layout_(config_.world, config_.slots),
+      controls_(std::move(controls)),
+      timeout_(config_.timeout) {
+  validate(config_);
+  if (controls_.size() != static_cast<std::size_t>(world())) {
+    throw std::invalid_argument("controls has " + std::to_string(controls_.size()) +
+                                " segments, expected one for each of " + std::to_string(world()) + " ranks");
+  }
+  for (int rank = 0; rank < world(); ++rank) control(rank).validate(rank, controls_[rank]->bytes());
+  watchdog_ = std::make_unique<Watchdog>(*this);
+}
+
+Group::~Group() { own().head().state.store(static_cast<std::uint32_t>(State::Closed), std::memory_order_release); }
+
+void Group::set_timeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() <= 0) {
+    throw std::invalid_argument("timeout is " + std::to_string(timeout.count()) + " ms, expected more than 0");
+  }
+  timeout_.store(timeout, std::memory_order_relaxed);
+}
+
+void Group::describe(std::uint32_t signature, const std::string& text) {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  texts_[signature] = text;
+}
+
+bool Group::described(std::uint32_t signature) const {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  return texts_.count(signature) != 0;
+}
+
+std::string Group::text(std::uint32_t signature) const {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  const auto found = texts_.find(signature);
+  return found != texts_.end() ? found->second : "";
+}
+
+bool Group::abort(AbortRecord record) {
+  std::uint32_t free = 0;
+  if (!abort_word().compare_exchange_strong(free, kAbortClaimed)) return false;
+  record.reporter = rank();
+  set_text(record.op, text(record.signature));
+  control(0).head().record = record;
+  abort_word().store(kAbortPublished, std::memory_order_release);
+  return true;
+}
+
+bool Group::abort_mismatch(int culprit, std::uint32_t own_signature, std::uint32_t found) {
+  AbortRecord record;
+  record.kind = AbortKind::Mismatch;
+  record.culprit = culprit;
+  record.signature = own_signature;
+  record.other_signature = found;
+  const std::string known = text(found);
+  set_text(record.cause, known.empty() ? "something that rank " + std::to_string(rank()) + " has never called" : known);
+  return abort(record);
+}
+
+AbortError Group::error(std::uint32_t own_signature) const {
+  const auto deadline = std::chrono::steady_clock::now() + kRecordWait;
+  while (abort_word().load(std::memory_order_acquire) != kAbortPublished) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      AbortRecord unknown;
+      set_text(unknown.cause, "it died while it reported a failure");
+      return AbortError(unknown, name(), rank(), world(), text(own_signature));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return AbortError(control(0).head().record, name(), rank(), world(), text(own_signature));
+}
+
+void Group::check() const {
+  if (aborted()) throw error();
+}
+
+void Group::on_abort(std::function<bool()> release) { watchdog_->on_abort(std::move(release)); }
+
+}  // namespace streamoverlap

@@ -1,0 +1,86 @@
+// What the ranks of a communicator share: control segments, the abort word, a timeout, the watchdog.
+//
+// Set-up, on every rank:
+//   FdExchange exchange(rank, world);                          // exchange.address() travels through the store
+//   exchange.connect(addresses_of_all_ranks);
+//   auto controls = exchange.share(make_control(config), timeout);
+//   auto group = std::make_shared<Group>(config, controls);
+// In one process (tests) the ranks' groups are made from one and the same vector of segments.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "errors.h"
+#include "layout.h"
+#include "segment.h"
+
+namespace streamoverlap {
+
+class Watchdog;
+
+struct GroupConfig {
+  std::string name;
+  int rank = 0;
+  int world = 1;
+  int slots = 2;
+  std::chrono::milliseconds timeout{600'000};
+};
+
+// This rank's control segment in its first state, to be shared with the peers. Throws std::invalid_argument.
+std::shared_ptr<Segment> make_control(const GroupConfig& config);
+
+class Group {
+ public:
+  // controls[r]: rank r's control segment.
+  Group(GroupConfig config, std::vector<std::shared_ptr<Segment>> controls);
+  ~Group();  // no call may be in flight
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  const std::string& name() const { return config_.name; }
+  int rank() const { return config_.rank; }
+  int world() const { return config_.world; }
+  const Layout& layout() const { return layout_; }
+  Control control(int rank) const { return Control(controls_[rank]->data(), layout_); }
+  Control own() const { return control(rank()); }
+  std::size_t control_bytes() const { return controls_[rank()]->bytes(); }  // whole pages, for cuMemHostRegister
+
+  std::chrono::milliseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
+  void set_timeout(std::chrono::milliseconds timeout);
+
+  // For messages: what a signature stands for.
+  void describe(std::uint32_t signature, const std::string& text);
+  bool described(std::uint32_t signature) const;
+  std::string text(std::uint32_t signature) const;
+
+  // The abort word. It is set before any flag is released, and once set nothing of this group is used again.
+  bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
+  bool abort(AbortRecord record);  // false: another rank or thread was first
+  bool abort_mismatch(int culprit, std::uint32_t own_signature, std::uint32_t found);
+  AbortError error(std::uint32_t own_signature = 0) const;  // only after an abort
+  void check() const;                                       // throws error() if aborted
+
+  // The watchdog calls `release` every few milliseconds after an abort until it returns true: all calls have ended.
+  // It must call nothing of CUDA and take no lock that a blocked call holds. An empty function takes it away.
+  void on_abort(std::function<bool()> release);
+
+ private:
+  Word& abort_word() const { return control(0).head().abort; }
+
+  GroupConfig config_;
+  Layout layout_;
+  std::vector<std::shared_ptr<Segment>> controls_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  mutable std::mutex texts_mutex_;
+  std::map<std::uint32_t, std::string> texts_;
+  std::unique_ptr<Watchdog> watchdog_;  // last: its thread uses all of the above
+};
+
+}  // namespace streamoverlap

@@ -1,0 +1,31 @@
+// A point in a stream that others can wait for. A plan records each of its events once.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+
+namespace streamoverlap::host {
+
+class Event {
+ public:
+  void record() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reached_ = true;
+    changed_.notify_all();
+  }
+  void wait() const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return reached_; });
+  }
+  bool reached() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return reached_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool reached_ = false;
+};
+
+}  // namespace streamoverlap::host

@@ -1,0 +1,155 @@
+#include "pending.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "flag_wait.h"
+
+namespace streamoverlap::host {
+
+using plan::FlagKind;
+using plan::Kind;
+using plan::Op;
+
+Pending::Pending(const Call& call, PendingConfig config)
+    : call_(call), config_(std::move(config)), group_(*config_.group), events_(call.plan->events) {}
+
+void Pending::start(const StreamSet& streams) {
+  std::array<Ops, plan::kMaxStreams> ops;
+  for (const Op& op : call_.plan->ops) ops[op.stream].push_back(&op);
+
+  const auto used = [&ops](plan::Stream stream) { return !ops[stream].empty(); };
+  for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) remaining_ += used(stream);
+  group_.own().progress(config_.slot).running.store(call_.signature, std::memory_order_release);
+  if (remaining_ == 0) finish();
+  for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) {
+    if (!used(stream)) continue;
+    streams.at(stream).enqueue([self = shared_from_this(), ops = std::move(ops[stream])] {
+      self->run(ops);
+      // Release alone: a stream that ends must not seem to wait for the others (the plan says who waits for whom).
+      if (self->remaining_.fetch_sub(1, std::memory_order_release) != 1) return;
+      self->remaining_.load(std::memory_order_acquire);
+      self->finish();
+    });
+  }
+
+  Ops& main = ops[plan::kMain];
+  const auto first_wait = std::find_if(main.begin(), main.end(), [](const Op* op) { return op->kind == Kind::Wait; });
+  main_.assign(first_wait, main.end());
+  main.erase(first_wait, main.end());
+  run(main);
+}
+
+void Pending::finish() {
+  group_.own().progress(config_.slot).running.store(0, std::memory_order_release);
+  ended_->record();
+}
+
+void Pending::wait() {
+  run(main_);
+  if (!failed_.load(std::memory_order_acquire)) return;
+  ended_->wait();
+  {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    if (error_) std::rethrow_exception(error_);
+  }
+  throw group_.error(call_.signature);
+}
+
+// After an abort only events still happen, so that all streams come to their end.
+void Pending::run(const Ops& ops) {
+  for (const Op* op : ops) {
+    try {
+      if (config_.before_op && !group_.aborted()) config_.before_op(*op, config_.number);
+      run(*op);
+    } catch (...) {
+      fail(std::current_exception());
+      if (op->kind == Kind::Record) events_[op->event].record();
+    }
+  }
+}
+
+void Pending::run(const Op& op) {
+  if (op.kind == Kind::Record) return events_[op.event].record();
+  if (op.kind == Kind::Wait) return events_[op.event].wait();
+  if (group_.aborted()) return fail(nullptr);
+  if (op.kind == Kind::Notify) return notify(op.flag);
+  if (op.kind != Kind::Await) return run_data(op);
+  if (!await(op.flag)) fail(nullptr);
+}
+
+void Pending::run_data(const Op& op) {
+  const Block to = block(op.writes[0]);
+  if (to.rows.count == 0) return;
+  std::vector<Block> from;
+  for (const plan::Region& region : op.reads) from.push_back(block(region));
+  if (op.kind == Kind::Gemm) {
+    config_.compute->gemm(op, from[0], from.size() > 1 ? &from[1] : nullptr, to);
+  } else if (op.kind == Kind::Reduce) {
+    config_.compute->reduce(op, from, to);
+  } else {
+    std::memcpy(to.data, from[0].data, static_cast<std::size_t>(to.bytes()));
+  }
+}
+
+void Pending::notify(const plan::Flag& flag) {
+  if (flag.kind == FlagKind::Empty) {
+    group_.own().progress(config_.slot).running.store(call_.signature | kReceived, std::memory_order_release);
+  }
+  set_flag(group_.control(flag.owner()).flag(config_.slot, flag), set_value(flag, call_.signature));
+}
+
+bool Pending::await(const plan::Flag& flag) {
+  Word& word = group_.own().flag(config_.slot, flag);
+  Word& awaiting = group_.own().progress(config_.slot).awaiting[static_cast<int>(flag.kind)];
+  const std::uint32_t expected = set_value(flag, call_.signature);
+  awaiting.store(1 + flag.setter(), std::memory_order_relaxed);
+  std::uint32_t value = 0;
+  while (value == 0 && !group_.aborted()) value = wait_nonzero(word);
+  awaiting.store(0, std::memory_order_relaxed);
+  if (value == 0) return false;
+  if (value != expected) {
+    group_.abort_mismatch(flag.setter(), call_.signature, value);
+    return false;
+  }
+  word.store(0, std::memory_order_release);
+  return true;
+}
+
+Block Pending::block(const plan::Region& region) const {
+  switch (region.buffer) {
+    case plan::Buffer::Slot:
+      return block_of(call_, region,
+                      config_.memory->ranks[region.rank]->data() + config_.slot * config_.memory->slot_bytes);
+    case plan::Buffer::Scratch:
+      return block_of(call_, region, config_.scratch);
+    default:
+      return block_of(call_, region, call_.views[static_cast<int>(region.buffer)].base);
+  }
+}
+
+void Pending::fail(std::exception_ptr error) {
+  if (error) {
+    AbortRecord record;
+    record.signature = call_.signature;
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& e) {
+      set_text(record.cause, e.what());
+    } catch (...) {
+      set_text(record.cause, "an exception of an unknown type");
+    }
+    record.culprit = group_.rank();
+    {
+      std::lock_guard<std::mutex> lock(error_mutex_);
+      if (!error_) error_ = error;
+    }
+    group_.abort(record);
+  }
+  failed_.store(true, std::memory_order_release);
+}
+
+}  // namespace streamoverlap::host

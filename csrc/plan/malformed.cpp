@@ -1,0 +1,179 @@
+#include "malformed.h"
+
+#include <cstddef>
+#include <string>
+
+namespace streamoverlap::plan {
+namespace {
+
+constexpr int kMostEvents = 1 << 20;  // far above any plan; bounds the memory that a broken one can ask for
+
+bool within(int value, int low, int high) { return value >= low && value <= high; }
+
+std::string outside(const std::string& what, int value, int low, int high) {
+  return what + " is " + std::to_string(value) + ", expected " + std::to_string(low) + " to " + std::to_string(high);
+}
+
+// Each returns what is wrong, nothing where all is well.
+std::string wrong_spec(const Spec& spec) {
+  if (!within(spec.world, 1, kMaxWorld)) return outside("world", spec.world, 1, kMaxWorld);
+  if (!within(spec.chunks, 1, kMaxChunks)) return outside("chunks", spec.chunks, 1, kMaxChunks);
+  if (!within(spec.compute_streams, 1, kMaxComputeStreams)) {
+    return outside("compute_streams", spec.compute_streams, 1, kMaxComputeStreams);
+  }
+  if (spec.keep_gathered && spec.operation != Operation::AllGatherGemm) {
+    return std::string("keep_gathered is set for ") + name(spec.operation) + ", expected only for all_gather_gemm";
+  }
+  return "";
+}
+
+std::string wrong_stream(const Spec& spec, const Op& op) {
+  const Stream last = kCompute + spec.compute_streams - 1;
+  if (!within(op.stream, 0, last)) return outside("its stream", op.stream, 0, last);
+  const bool send = op.stream == kSend, recv = op.stream == kRecv, compute = op.stream >= kCompute;
+  switch (op.kind) {
+    case Kind::Gemm:
+    case Kind::Reduce:
+      return compute ? "" : "it is on " + name(op.stream) + ", expected a compute stream";
+    case Kind::Put:
+    case Kind::Copy:
+      return send ? "" : "it is on " + name(op.stream) + ", expected send";
+    case Kind::Notify:
+    case Kind::Await:
+      return send || recv ? "" : "it is on " + name(op.stream) + ", expected send or recv";
+    case Kind::Record:
+    case Kind::Wait:
+      return "";
+  }
+  return "its kind is unknown";
+}
+
+std::string wrong_region(const Spec& spec, const Region& region) {
+  if (static_cast<int>(region.buffer) >= kBuffers) return "a region is of an unknown buffer";
+  if (!within(region.rank, 0, spec.world - 1)) return outside("the rank of a region", region.rank, 0, spec.world - 1);
+  const bool one = holds_one_shard(spec, region.buffer);
+  const int first = one ? region.rank : 0, last = one ? region.rank : spec.world - 1;
+  if (!within(region.shard, first, last)) {
+    return outside("the shard of " + to_string(region), region.shard, first, last);
+  }
+  if (!within(region.chunk, 0, spec.chunks - 1)) {
+    return outside("the chunk of " + to_string(region), region.chunk, 0, spec.chunks - 1);
+  }
+  if (region.buffer == Buffer::Gathered && !spec.keep_gathered) return "the plan keeps no gathered input";
+  return "";
+}
+
+std::string wrong_count(const Op& op) {
+  const std::size_t reads = op.reads.size(), writes = op.writes.size();
+  const auto expected = [&](const char* what) {
+    return "it has " + std::to_string(reads) + " reads and " + std::to_string(writes) + " writes, expected " + what;
+  };
+  switch (op.kind) {
+    case Kind::Gemm:
+      return within(static_cast<int>(reads), 1, 2) && writes == 1 ? "" : expected("1 or 2 reads and 1 write");
+    case Kind::Put:
+    case Kind::Copy:
+      return reads == 1 && writes == 1 ? "" : expected("1 read and 1 write");
+    case Kind::Reduce:
+      return reads >= 1 && writes == 1 ? "" : expected("1 read or more and 1 write");
+    default:
+      return reads == 0 && writes == 0 ? "" : expected("none");
+  }
+}
+
+std::string wrong_data(const Spec& spec, const Op& op, int rank) {
+  for (const auto* regions : {&op.reads, &op.writes}) {
+    for (const Region& region : *regions) {
+      const std::string wrong = wrong_region(spec, region);
+      if (!wrong.empty()) return wrong;
+    }
+  }
+  for (const Region& region : op.reads) {
+    if (region.rank != rank) return "it reads " + to_string(region) + ", expected a region of its own rank";
+  }
+  const Region& target = op.writes[0];
+  if (op.kind == Kind::Put) {
+    if (target.buffer != Buffer::Slot || target.rank == rank) {
+      return "it writes " + to_string(target) + ", expected the slot of a peer";
+    }
+  } else if (target.rank != rank || target.buffer == Buffer::Input) {
+    return "it writes " + to_string(target) + ", expected a region of its own rank other than the input";
+  }
+  if ((op.kind == Kind::Gemm || op.kind == Kind::Copy) && op.reads[0] == target) {
+    return "it writes " + to_string(target) + ", which it reads";
+  }
+  if (op.bias && op.kind != Kind::Gemm) return "it adds a bias, expected only of a gemm";
+  return "";
+}
+
+std::string wrong_flag(const Spec& spec, const Op& op, int rank) {
+  const Flag& flag = op.flag;
+  if (!within(flag.sender, 0, spec.world - 1)) return outside("the sender", flag.sender, 0, spec.world - 1);
+  if (!within(flag.receiver, 0, spec.world - 1)) return outside("the receiver", flag.receiver, 0, spec.world - 1);
+  if (flag.sender == flag.receiver) return "sender and receiver are both rank " + std::to_string(flag.sender);
+  const int last = flag.kind == FlagKind::Full ? full_flags_per_pair(spec.world) - 1 : 0;
+  if (!within(flag.index, 0, last)) return outside("the index of the flag", flag.index, 0, last);
+  const int actor = op.kind == Kind::Notify ? flag.setter() : flag.owner();
+  if (actor != rank) return "only rank " + std::to_string(actor) + " may do that";
+  return "";
+}
+
+std::string wrong_op(const Spec& spec, const Op& op, int rank, int events) {
+  std::string wrong = wrong_stream(spec, op);
+  if (wrong.empty()) wrong = wrong_count(op);
+  if (!wrong.empty()) return wrong;
+  if (op.is_data()) return wrong_data(spec, op, rank);
+  if (op.kind == Kind::Notify || op.kind == Kind::Await) return wrong_flag(spec, op, rank);
+  if (!within(op.event, 0, events - 1)) return outside("its event", op.event, 0, events - 1);
+  return "";
+}
+
+void check_plan(const Plan& plan, const std::string& where, Report& report) {
+  for (const Op& op : plan.ops) {
+    const std::string wrong = wrong_op(plan.spec, op, plan.rank, plan.events);
+    if (wrong.empty()) continue;
+    const bool event = !op.is_data() && op.kind >= Kind::Record && within(op.stream, 0, kMaxStreams - 1);
+    const std::string stream =
+        within(op.stream, 0, kMaxStreams - 1) ? name(op.stream) : "stream " + std::to_string(op.stream);
+    report.add(event ? FaultKind::UnrecordedEvent : FaultKind::Malformed,
+               where + " " + stream + " [" + to_string(op) + "]: " + wrong);
+  }
+}
+
+}  // namespace
+
+void check_form(const Calls& calls, Report& report) {
+  const std::size_t world = calls.empty() ? 0 : calls.front().size();
+  for (std::size_t call = 0; call < calls.size(); ++call) {
+    const std::string prefix = calls.size() > 1 ? "call " + std::to_string(call) + ": " : "";
+    if (calls[call].empty() || calls[call].size() != world) {
+      report.add(FaultKind::Malformed, prefix + "there are " + std::to_string(calls[call].size()) +
+                                           " plans, expected one for each rank" +
+                                           (call ? ", as many as in call 0: " + std::to_string(world) : ""));
+      return;
+    }
+    const Spec& spec = calls[call].front().spec;
+    std::string wrong = wrong_spec(spec);
+    for (std::size_t rank = 0; rank < world && wrong.empty(); ++rank) {
+      const Plan& plan = calls[call][rank];
+      if (plan.spec != spec) {
+        wrong =
+            "rank " + std::to_string(rank) + " runs " + to_string(plan.spec) + ", but rank 0 runs " + to_string(spec);
+      } else if (plan.rank != static_cast<int>(rank) || spec.world != static_cast<int>(world)) {
+        wrong = "plan " + std::to_string(rank) + " of " + std::to_string(world) + " is that of rank " +
+                std::to_string(plan.rank) + " of " + std::to_string(spec.world);
+      } else if (!within(plan.events, 0, kMostEvents)) {
+        wrong = outside("events of rank " + std::to_string(rank), plan.events, 0, kMostEvents);
+      }
+    }
+    if (!wrong.empty()) {
+      report.add(FaultKind::Malformed, prefix + wrong);
+      continue;
+    }
+    for (const Plan& plan : calls[call]) {
+      check_plan(plan, prefix + "rank " + std::to_string(plan.rank), report);
+    }
+  }
+}
+
+}  // namespace streamoverlap::plan

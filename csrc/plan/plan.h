@@ -1,0 +1,145 @@
+// What one rank does in one call: which op runs on which stream, in which order, and what it waits for.
+//
+// A plan is data. Builders write it (builders.h), the checker proves it (check.h), the executors carry it out
+// (csrc/host, csrc/cuda) and never decide an order themselves. Nothing here knows of bytes, shapes, torch or CUDA.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace streamoverlap::plan {
+
+enum class Operation : std::uint8_t { AllGatherGemm, GemmReduceScatter, AllGather, ReduceScatter };
+enum class Algorithm : std::uint8_t { Ring, Direct };
+
+// How partial products are summed: folded into the next GEMM (D = A W^T + C), or by a Reduce in fp32.
+enum class Reduction : std::uint8_t { Accumulate, Sum };
+
+// A variant of an operation; together with the shapes it is what all ranks must agree on.
+struct Spec {
+  Operation operation = Operation::AllGatherGemm;
+  Algorithm algorithm = Algorithm::Direct;
+  Reduction reduction = Reduction::Accumulate;
+  int world = 1;
+  int chunks = 1;              // parts of a shard
+  int compute_streams = 1;     // GEMMs go round robin over these
+  bool keep_gathered = false;  // all_gather_gemm: also hand out the gathered input
+
+  auto tie() const { return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered); }
+};
+
+inline constexpr int kMaxWorld = 64;
+inline constexpr int kMaxChunks = 64;
+inline constexpr int kMaxComputeStreams = 3;
+
+// Stream roles of a rank. `main` is the caller's stream; compute stream i is kCompute + i.
+using Stream = int;
+inline constexpr Stream kMain = 0;
+inline constexpr Stream kSend = 1;
+inline constexpr Stream kRecv = 2;
+inline constexpr Stream kCompute = 3;
+inline constexpr int kMaxStreams = kCompute + kMaxComputeStreams;
+
+enum class Buffer : std::uint8_t {
+  Input,     // the caller's x
+  Output,    // the caller's y
+  Gathered,  // the caller's copy of the gathered input, where asked for
+  Slot,      // the symmetric buffer that peers write to
+  Scratch,   // partials of this rank on their way to a peer; nobody else sees them
+};
+inline constexpr int kBuffers = 5;
+
+// One chunk of one shard in a buffer of a rank. In the slot of a direct reduce-scatter `shard` is the sender.
+struct Region {
+  Buffer buffer = Buffer::Input;
+  int rank = 0;
+  int shard = 0;
+  int chunk = 0;
+
+  auto tie() const { return std::tie(rank, buffer, shard, chunk); }
+};
+
+enum class FlagKind : std::uint8_t {
+  Full,   // data has arrived: set by the sender, lives at the receiver
+  Empty,  // the credit: the receiver's slot may be written, set by the receiver, lives at the sender
+};
+
+// A 32-bit word in shared memory. Between calls every Full flag is clear and every Empty flag is set.
+struct Flag {
+  FlagKind kind = FlagKind::Full;
+  int sender = -1;
+  int receiver = -1;
+  int index = 0;  // Full: one of Spec::chunks * (world - 1) or fewer; Empty: 0
+
+  int owner() const { return kind == FlagKind::Full ? receiver : sender; }  // awaits and clears it
+  int setter() const { return kind == FlagKind::Full ? sender : receiver; }
+  auto tie() const { return std::tie(kind, sender, receiver, index); }
+};
+
+enum class Kind : std::uint8_t {
+  Gemm,    // compute: writes[0] = reads[0] W^T (+ reads[1]) (+ bias)
+  Put,     // send: writes[0], in a peer's slot, = reads[0]
+  Copy,    // send: writes[0] = reads[0], inside the rank
+  Reduce,  // compute: writes[0] = the sum of reads in fp32, in their order, rounded once
+  Notify,  // send or recv: set `flag` at its owner
+  Await,   // send or recv: wait until the own `flag` is set, then clear it
+  Record,  // any: `event` is reached when all before it on `stream` is done
+  Wait,    // any: what follows on `stream` starts after `event`
+};
+
+struct Op {
+  Kind kind = Kind::Gemm;
+  Stream stream = kMain;
+  std::vector<Region> reads;
+  std::vector<Region> writes;
+  bool bias = false;  // Gemm: the epilogue adds the bias
+  Flag flag;          // Notify, Await
+  int event = -1;     // Record, Wait; each event of a plan is recorded once
+
+  bool is_data() const { return kind <= Kind::Reduce; }
+  auto tie() const { return std::tie(kind, stream, reads, writes, bias, flag, event); }
+};
+
+struct Plan {
+  Spec spec;
+  int rank = 0;
+  int events = 0;       // event ids are 0 .. events-1
+  std::vector<Op> ops;  // in issue order
+
+  auto tie() const { return std::tie(spec, rank, events, ops); }
+};
+
+template <class T>
+using EnableTied = decltype(std::declval<const T&>().tie(), bool{});
+template <class T>
+EnableTied<T> operator==(const T& a, const T& b) {
+  return a.tie() == b.tie();
+}
+template <class T>
+EnableTied<T> operator!=(const T& a, const T& b) {
+  return !(a == b);
+}
+template <class T>
+EnableTied<T> operator<(const T& a, const T& b) {
+  return a.tie() < b.tie();
+}
+
+// Full flags of one (sender, receiver) pair that any plan of this world size can use.
+constexpr int full_flags_per_pair(int world) { return kMaxChunks * (world > 1 ? world - 1 : 1); }
+
+const char* name(Operation);
+const char* name(Algorithm);
+const char* name(Reduction);
+const char* name(Buffer);
+const char* name(Kind);
+std::string name(Stream);
+std::string to_string(const Spec&);
+std::string to_string(const Region&);
+std::string to_string(const Flag&);
+std::string to_string(const Op&);
+std::string to_string(const Plan&);  // one line an op, for a person to follow
+
+}  // namespace streamoverlap::plan

@@ -1,0 +1,176 @@
+#include "values.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace streamoverlap::plan {
+namespace {
+
+// A chunk of some rank's input, as it is or multiplied by the weight of that rank.
+struct Term {
+  std::uint8_t product, rank, shard, chunk;
+  auto tie() const { return std::tie(product, rank, shard, chunk); }
+};
+
+struct Value {
+  bool written = false;
+  int biases = 0;
+  std::vector<Term> terms;  // of a sum, sorted
+};
+
+Term term(bool product, int rank, int shard, int chunk) {
+  const auto byte = [](int value) { return static_cast<std::uint8_t>(value); };
+  return {byte(product), byte(rank), byte(shard), byte(chunk)};
+}
+
+std::string text(const Term& term) {
+  return std::string(term.product ? "the product of " : "") +
+         to_string(Region{Buffer::Input, term.rank, term.shard, term.chunk});
+}
+
+std::string text(const Value& value) {
+  if (value.terms.empty()) return value.biases ? "a bias" : "nothing";
+  std::string sum;
+  for (const Term& term : value.terms) sum += (sum.empty() ? "" : " + ") + text(term);
+  return sum + (value.biases ? " + bias" : "");
+}
+
+std::string times(int count) { return count == 1 ? "once" : std::to_string(count) + " times"; }
+
+class Evaluation {
+ public:
+  Evaluation(const Graph& graph, Report& report) : g_(graph), report_(report), values_(graph.regions()) {}
+
+  void run(const std::vector<int>& order) {
+    for (const int id : order) {
+      const Node& node = g_.nodes[id];
+      if (node.type == Node::Type::Begin) begin(node);
+      if (node.type == Node::Type::Op && node.op->is_data()) compute(id, *node.op);
+      if (node.type == Node::Type::End) end(node);
+    }
+  }
+
+ private:
+  const Spec& spec_of(const Node& node) const { return g_.calls[node.call][node.rank].spec; }
+  Value& at(const Node& node, const Region& region) { return values_[g_.region_id(node.call, region)]; }
+
+  void wrong(std::string message) { report_.add(FaultKind::WrongValue, std::move(message)); }
+
+  void begin(const Node& node) {
+    const Spec& spec = spec_of(node);
+    for (int shard = 0; shard < spec.world; ++shard) {
+      if (gathers(spec) && shard != node.rank) continue;
+      for (int chunk = 0; chunk < spec.chunks; ++chunk) {
+        Value& value = at(node, {Buffer::Input, node.rank, shard, chunk});
+        value.written = true;
+        value.terms = {term(false, node.rank, shard, chunk)};
+      }
+    }
+  }
+
+  void compute(int id, const Op& op) {
+    const Node& node = g_.nodes[id];
+    for (const Region& region : op.reads) {
+      if (!at(node, region).written) wrong(g_.describe(id) + " reads " + to_string(region) + ", which nothing wrote");
+    }
+    Value result;
+    if (op.kind == Kind::Gemm) {
+      result = product(id, at(node, op.reads[0]));
+      if (op.reads.size() > 1) {
+        const Value& c = at(node, op.reads[1]);
+        const auto raw = [](const Term& term) { return !term.product; };
+        if (std::any_of(c.terms.begin(), c.terms.end(), raw)) {
+          wrong(g_.describe(id) + " adds " + text(c) + ", expected a sum of products");
+        }
+        add(result, c);
+      }
+      result.biases += op.bias;
+    } else {
+      for (const Region& region : op.reads) add(result, at(node, region));
+    }
+    result.written = true;
+    at(node, op.writes[0]) = std::move(result);
+  }
+
+  Value product(int id, const Value& a) {
+    Value result;
+    if (a.written && (a.terms.size() != 1 || a.terms[0].product || a.biases)) {
+      wrong(g_.describe(id) + " multiplies " + text(a) + ", expected one chunk of an input");
+    }
+    result.terms = a.terms;
+    for (Term& term : result.terms) term.product = 1;
+    return result;
+  }
+
+  static void add(Value& sum, const Value& more) {
+    const auto middle = static_cast<std::ptrdiff_t>(sum.terms.size());
+    sum.terms.insert(sum.terms.end(), more.terms.begin(), more.terms.end());
+    std::inplace_merge(sum.terms.begin(), sum.terms.begin() + middle, sum.terms.end(), less);
+    sum.biases += more.biases;
+  }
+
+  static bool less(const Term& a, const Term& b) { return a.tie() < b.tie(); }
+
+  void end(const Node& node) {
+    const Spec& spec = spec_of(node);
+    const bool multiplies =
+        spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter;
+    std::vector<Term> expected;
+    for (int shard = 0; shard < spec.world; ++shard) {
+      if (!gathers(spec) && shard != node.rank) continue;
+      for (int chunk = 0; chunk < spec.chunks; ++chunk) {
+        expected.clear();
+        if (gathers(spec)) {
+          expected.push_back(term(multiplies, shard, shard, chunk));
+        } else {
+          for (int rank = 0; rank < spec.world; ++rank) expected.push_back(term(multiplies, rank, shard, chunk));
+        }
+        compare(node, {Buffer::Output, node.rank, shard, chunk}, expected, multiplies ? 1 : 0);
+        if (!spec.keep_gathered) continue;
+        expected = {term(false, shard, shard, chunk)};
+        compare(node, {Buffer::Gathered, node.rank, shard, chunk}, expected, 0);
+      }
+    }
+  }
+
+  void compare(const Node& node, const Region& region, const std::vector<Term>& expected, int biases) {
+    const Value& value = at(node, region);
+    const std::string where = g_.calls.size() > 1 ? "call " + std::to_string(node.call) + " " : "";
+    if (!value.written) return wrong(where + to_string(region) + ": nothing wrote it");
+    const auto equal = [](const Term& a, const Term& b) { return a.tie() == b.tie(); };
+    if (value.biases == biases &&
+        std::equal(value.terms.begin(), value.terms.end(), expected.begin(), expected.end(), equal)) {
+      return;
+    }
+    if (value.biases != biases) {
+      wrong(where + to_string(region) + ": the bias is added " + times(value.biases) + ", expected " + times(biases));
+    }
+    std::vector<Term> all = expected;
+    all.insert(all.end(), value.terms.begin(), value.terms.end());
+    std::sort(all.begin(), all.end(), less);
+    all.erase(std::unique(all.begin(), all.end(), equal), all.end());
+    for (const Term& term : all) {
+      const auto uses = [&](const std::vector<Term>& terms) {
+        return static_cast<int>(
+            std::count_if(terms.begin(), terms.end(), [&](const Term& other) { return equal(term, other); }));
+      };
+      const int used = uses(value.terms), needed = uses(expected);
+      if (used == needed) continue;
+      wrong(where + to_string(region) + ": " + text(term) + " is used " + times(used) + ", expected " + times(needed));
+    }
+  }
+
+  const Graph& g_;
+  Report& report_;
+  std::vector<Value> values_;
+};
+
+}  // namespace
+
+void check_values(const Graph& graph, const std::vector<int>& order, Report& report) {
+  Evaluation(graph, report).run(order);
+}
+
+}  // namespace streamoverlap::plan

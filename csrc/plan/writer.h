@@ -1,0 +1,57 @@
+// What the builders write with: appends ops in issue order, starts every stream after main and joins it at the end.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "plan.h"
+
+namespace streamoverlap::plan {
+
+class Writer {
+ public:
+  Writer(const Spec& spec, int rank);
+
+  int world() const { return plan_.spec.world; }
+  int chunks() const { return plan_.spec.chunks; }
+  int rank() const { return plan_.rank; }
+  int peer(int distance) const { return ((rank() + distance) % world() + world()) % world(); }
+
+  // Regions of this rank, and the slot of another.
+  Region input(int shard, int chunk) const { return {Buffer::Input, rank(), shard, chunk}; }
+  Region output(int shard, int chunk) const { return {Buffer::Output, rank(), shard, chunk}; }
+  Region gathered(int shard, int chunk) const { return {Buffer::Gathered, rank(), shard, chunk}; }
+  Region scratch(int shard, int chunk) const { return {Buffer::Scratch, rank(), shard, chunk}; }
+  Region slot(int shard, int chunk) const { return {Buffer::Slot, rank(), shard, chunk}; }
+  static Region slot_of(int rank, int shard, int chunk) { return {Buffer::Slot, rank, shard, chunk}; }
+
+  Stream next_compute();  // round robin
+
+  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
+  void reduce(Stream, std::vector<Region> terms, const Region& sum);
+  void copy(const Region& from, const Region& to);
+
+  // Put on the send stream and set the receiver's flag `index`. The event is reached once the flag is set.
+  int put(const Region& from, const Region& to, int index);
+  // Await on the recv stream, not before `after`. The event is reached once the data is there.
+  int await(int sender, int index, int after);
+
+  int record(Stream);
+  void wait(Stream, int event);
+
+  // The slot contract: all credits are taken before anything is sent and returned after everything is read.
+  void take_credits();
+  void return_credits();  // after all that was written so far on the compute and send streams
+  Plan join();
+
+ private:
+  Op& emit(Kind, Stream);
+
+  Plan plan_;
+  int begin_ = -1;
+  int computes_ = 0;
+  std::array<bool, kMaxStreams> started_{};
+  std::array<int, kMaxStreams> fresh_{};  // event recorded after the last op of a stream, -1 where there is none
+};
+
+}  // namespace streamoverlap::plan

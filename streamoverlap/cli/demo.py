@@ -1,0 +1,228 @@
+"""``streamoverlap demo``: an MLP block on several ranks, compared with float64, overlapped and serial."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import math
+import multiprocessing
+import os
+import uuid
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import streamoverlap as so
+from streamoverlap.cli import demo_rank
+from streamoverlap.cli.demo_rank import Outcome
+from streamoverlap.cli.mlp import DTYPES, Problem
+from streamoverlap.cli.terminal import make_console, make_table
+from streamoverlap.cli.usage import UsageError, positive
+from streamoverlap.spec import ALGORITHMS, REDUCTIONS
+
+_EXAMPLE = """\
+examples:
+  streamoverlap demo --world 4
+  streamoverlap demo --device cpu --world 2 --algorithm ring --chunks 4 --dtype bfloat16
+"""
+
+# Defaults: tokens, hidden, ffn, dtype. On GPUs the MLP of Llama-3 70B.
+_SIZES = {"cpu": (1024, 512, 1408, "float32"), "cuda": (8192, 8192, 28672, "bfloat16")}
+_CPU_WORLD = 4
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="run an MLP block on several ranks, compare and time it",
+        description=(
+            "Runs a Llama-style MLP block over the bytes of a text file, tensor-parallel, on its own ranks:\n"
+            "gate and up as one all_gather_gemm, down as gemm_reduce_scatter. Each rank compares its rows\n"
+            "with the block computed by one process in float64, and times the overlapped and serial way."
+        ),
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--world", metavar="W", type=positive, help="ranks (4 on CPU, on GPU all there are)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 on GPU")
+    parser.add_argument("--tokens", metavar="M", type=positive, help="rows over all ranks (1024; GPU 8192)")
+    parser.add_argument("--hidden", metavar="K", type=positive, help="model width (512; GPU 8192)")
+    parser.add_argument("--ffn", metavar="F", type=positive, help="inner width (1408; GPU 28672)")
+    parser.add_argument("--text", metavar="FILE", type=Path, help="default: Python's pydoc_data/topics.py")
+    chosen = parser.add_argument_group("the plan to run; with none of these, the package's default")
+    chosen.add_argument("--algorithm", choices=ALGORITHMS)
+    chosen.add_argument("--chunks", metavar="N", type=positive, help="parts of a shard")
+    chosen.add_argument("--compute-streams", metavar="N", type=positive, help="GEMMs go round robin over these")
+    chosen.add_argument("--reduce", choices=REDUCTIONS, help="how partials are summed")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    problem, plan = _problem(args), _plan(args)
+    console = make_console()
+    status = console.status(f"{problem.world} ranks are at work") if console.is_terminal else nullcontext()
+    try:
+        with status:
+            outcomes = _launch(problem, plan)
+    except ChildFailedError as error:
+        for rank, failure in sorted(error.failures.items()):
+            console.print(f"rank {rank} failed: {_reason(failure)}", style="red")
+        return 1
+    wrong = [outcome.rank for outcome in outcomes if not outcome.relative_error <= problem.bound]
+    if args.json:
+        print(json.dumps(_as_json(problem, outcomes, wrong), indent=2))
+    else:
+        _print(console, problem, outcomes, wrong)
+    return 1 if wrong else 0
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    gpus = torch.cuda.device_count()
+    device = args.device or ("cuda" if gpus >= 2 else "cpu")
+    if device == "cuda" and gpus == 0:
+        raise UsageError("streamoverlap demo: --device is cuda but torch finds no GPU; expected --device cpu here")
+    world = args.world or (_CPU_WORLD if device == "cpu" else gpus)
+    if device == "cuda" and world > gpus:
+        raise UsageError(f"streamoverlap demo: --world is {world}; expected at most {gpus}, one rank a GPU")
+    tokens, hidden, ffn, dtype = _SIZES[device]
+    # A default gives way to any world size; what was asked for does not.
+    tokens = args.tokens or _multiple(tokens, world)
+    ffn = args.ffn or _multiple(ffn, world)
+    for name, value in (("tokens", tokens), ("ffn", ffn)):
+        if value % world:
+            raise UsageError(f"streamoverlap demo: --{name} is {value}; expected a multiple of --world, {world}")
+    text = args.text or _default_text()
+    if not text.is_file():
+        raise UsageError(f"streamoverlap demo: --text is {text}; expected a file")
+    size = text.stat().st_size
+    if size < tokens:
+        raise UsageError(f"streamoverlap demo: --text {text} has {size} bytes; expected at least --tokens, {tokens}")
+    return Problem(world, device, args.dtype or dtype, tokens, args.hidden or hidden, ffn, str(text.resolve()))
+
+
+def _multiple(value: int, world: int) -> int:
+    return max(value // world, 1) * world
+
+
+def _default_text() -> Path:
+    return Path(importlib.util.find_spec("pydoc_data.topics").origin)
+
+
+def _plan(args: argparse.Namespace) -> so.PlanSpec | None:
+    names = ("algorithm", "chunks", "compute_streams", "reduce")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    try:
+        return so.PlanSpec(**given) if given else None
+    except ValueError as error:
+        raise UsageError(f"streamoverlap demo: {error}") from error
+
+
+def _launch(problem: Problem, plan: so.PlanSpec | None) -> list[Outcome]:
+    threads = max(1, len(os.sched_getaffinity(0)) // problem.world)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # A failing rank is reported here, in one line; torch would print pages.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Ranks are forked from a server that has imported torch and runs no thread: quick to start.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([demo_rank.__name__])
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=problem.world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="forkserver",
+        shutdown_timeout=5,
+    )
+    outcomes = elastic_launch(config, demo_rank.run_rank)(problem, plan, threads)
+    return [outcomes[rank] for rank in range(problem.world)]
+
+
+def _reason(failure) -> str:
+    """The last line of the traceback that the rank left, or how its process ended."""
+    message = failure.message
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    return (message.strip().splitlines() or [f"exit code {failure.exitcode}"])[-1]
+
+
+def _print(console: Console, problem: Problem, outcomes: list[Outcome], wrong: list[int]) -> None:
+    console.print(
+        f"Llama-style MLP block on {problem.world} ranks ({problem.device}): {problem.tokens} tokens, "
+        f"hidden {problem.hidden}, ffn {problem.ffn}, {problem.dtype}",
+        style="bold",
+    )
+    console.print(f"text: {problem.text}")
+    numbers = ("rank", "rows checked", "largest error", "relative", "overlapped", "serial")
+    table = make_table("rank", "op: plan", *numbers[1:], right=numbers)
+    for outcome in outcomes:
+        table.add_row(
+            str(outcome.rank),
+            "\n".join(f"{op}: {_describe(op, plan)}" for op, plan, _ in outcome.plans),
+            str(outcome.checked_rows),
+            f"{outcome.absolute_error:.2e}",
+            f"{outcome.relative_error:.2e}",
+            f"{1e3 * outcome.overlapped_seconds:.3f} ms",
+            f"{1e3 * outcome.serial_seconds:.3f} ms",
+            style="red" if outcome.rank in wrong else None,
+        )
+    console.print(table)
+    for reason in sorted({reason for outcome in outcomes for _, _, reason in outcome.plans}):
+        console.print(f"why these plans: {reason}")
+    # The block is done when its slowest rank is.
+    overlapped = max(outcome.overlapped_seconds for outcome in outcomes)
+    serial = max(outcome.serial_seconds for outcome in outcomes)
+    console.print(
+        f"slowest rank, median: overlapped {1e3 * overlapped:.3f} ms, serial {1e3 * serial:.3f} ms "
+        f"({serial / overlapped:.2f} x)"
+    )
+    if problem.device == "cpu":
+        console.print(
+            "On CPU the same cores multiply and copy, so these times do not say what is gained on GPUs.",
+            style="dim",
+        )
+    if wrong:
+        console.print(
+            f"WRONG on rank {', '.join(map(str, wrong))}: relative error above {problem.bound:.1e}",
+            style="red",
+        )
+    else:
+        worst = max(outcome.relative_error for outcome in outcomes)
+        console.print(
+            f"Right: checked rows agree with float64 (error error {worst:.1e}, bound {problem.bound:.1e}).",
+            style="green",
+        )
+
+
+def _describe(op: str, plan: so.PlanSpec) -> str:
+    if plan.algorithm == "serial":
+        return "serial"
+    text = f"{plan.algorithm}, chunks={plan.chunks}, compute_streams={plan.compute_streams}"
+    return f"{text}, reduce={plan.reduce}" if op == "gemm_reduce_scatter" else text
+
+
+def _as_json(problem: Problem, outcomes: list[Outcome], wrong: list[int]) -> dict:
+    return {
+        **asdict(problem),
+        "bound": problem.bound,
+        "right": not wrong,
+        "ranks": [_rank_as_json(outcome) for outcome in outcomes],
+    }
+
+
+def _rank_as_json(outcome: Outcome) -> dict:
+    fields = asdict(outcome)
+    fields["plans"] = [{"op": op, **asdict(plan), "reason": reason} for op, plan, reason in outcome.plans]
+    # NaN is not JSON.
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

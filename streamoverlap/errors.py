@@ -1,0 +1,29 @@
+"""What a call raises when the other ranks let it down."""
+
+from __future__ import annotations
+
+
+class CommunicatorError(RuntimeError):
+    """The communicator can no longer be used; make a new one on a new group.
+
+    Attributes:
+        group: name of the process group.
+        op: the operation that failed, as its plan prints it.
+        peer: rank within the group that was missing or disagreed; -1 where it is not known.
+        elapsed: seconds from the start of the op.
+    """
+
+    def __init__(self, message: str, group: str = "", op: str = "", peer: int = -1, elapsed: float = 0.0) -> None:
+        super().__init__(message)
+        self.group = group
+        self.op = op
+        self.peer = peer
+        self.elapsed = elapsed
+
+
+class PeerTimeoutError(CommunicatorError):
+    """A peer did not do its part of an exchange within the timeout: it is dead, stopped, or elsewhere."""
+
+
+class MismatchError(CommunicatorError):
+    """Ranks of one group called different things: another op, plan, shape or dtype."""

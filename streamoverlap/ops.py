@@ -1,0 +1,161 @@
+"""The functional ops: exchanges over a process group, hidden behind matrix products.
+
+Every rank of the group makes the same calls in the same order, with the same shapes, dtype and plan, as for any
+collective. A rank that dies, stalls or calls something else makes the others raise; see `streamoverlap.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from streamoverlap.communicator import Communicator, preparing
+from streamoverlap.spec import PlanSpec
+
+
+def all_gather_gemm(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    return_gathered: bool = False,
+    plan: PlanSpec | None = None,
+):
+    """Gathers `x` from all ranks along dim 0 and multiplies it by the rank's own weight: ``cat(x) @ weight.T + bias``.
+
+    Each shard is multiplied as soon as it has arrived, the rank's own first, so the exchange hides behind the
+    products (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
+
+    Args:
+        x: this rank's shard, ``[rows, K]`` or ``[s, b, K]``; float32, float64, bfloat16 or float16. The same shape on
+            every rank. Copied first if it is not contiguous.
+        weight: ``[N, K]`` as in `torch.nn.functional.linear`, row- or column-major (neither is copied), or a list
+            of such weights that share one exchange.
+        group: any process group that has this rank; None is the default group.
+        bias: ``[N]``, or a list with one for each weight (None for those without).
+        return_gathered: also return the gathered input.
+        plan: how to do it; None takes the default. Equal on all ranks.
+
+    Returns:
+        ``[W * rows, N]`` (or ``[W * s, b, N]``), a list of those if `weight` is a list; with `return_gathered` a pair
+        of that and the gathered input ``[W * rows, K]``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it. Nothing was sent.
+        PeerTimeoutError: a peer did not take part in time.
+        MismatchError: a peer called something else.
+    """
+    comm = Communicator.of(group, _device(x))
+    several = not isinstance(weight, Tensor)
+    weights = list(weight) if several else [weight]
+    biases = _bias_list(bias, several)
+    outputs, gathered = comm.all_gather_gemm(x, weights, biases, return_gathered, plan)
+    result = outputs if several else outputs[0]
+    return (result, gathered) if return_gathered else result
+
+
+def gemm_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    plan: PlanSpec | None = None,
+) -> Tensor:
+    """Multiplies and sums over ranks; each rank gets its rows of the sum: ``reduce_scatter(x @ weight.T) + bias``.
+
+    Partial products leave for their rank while the next ones are computed; the rank's own rows come last.
+
+    Args:
+        x: ``[M, K]`` or ``[s, b, K]``, this rank's slice along K; dim 0 must be a multiple of the group's size.
+            float32, float64, bfloat16 or float16. Copied first if it is not contiguous.
+        weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
+        group: any process group that has this rank; None is the default group.
+        bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
+        plan: how to do it; None takes the default. Equal on all ranks.
+
+    Returns:
+        ``[M / W, N]`` (or ``[s / W, b, N]``): this rank's rows of the sum (never an average).
+
+    Raises:
+        As `all_gather_gemm`.
+    """
+    return Communicator.of(group, _device(x)).gemm_reduce_scatter(x, weight, bias, plan)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
+    """Concatenates `x` of all ranks along dim 0.
+
+    Args:
+        x: at least one dimension, the same shape on every rank; float32, float64, bfloat16 or float16.
+        group, plan: as in `all_gather_gemm`.
+
+    Returns:
+        ``[W * x.shape[0], ...]``.
+
+    Raises:
+        As `all_gather_gemm`.
+    """
+    return Communicator.of(group, _device(x)).all_gather(x, plan)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
+    """Sums `x` over all ranks and returns this rank's part along dim 0.
+
+    Args:
+        x: at least one dimension, the same shape on every rank, dim 0 a multiple of the group's size; float32,
+            float64, bfloat16 or float16. Low-precision sums are taken in float32 and rounded once (``"direct"``) or
+            once a hop (``"ring"``).
+        group, plan: as in `all_gather_gemm`.
+
+    Returns:
+        ``[x.shape[0] / W, ...]``, the sum (never an average).
+
+    Raises:
+        As `all_gather_gemm`.
+    """
+    return Communicator.of(group, _device(x)).reduce_scatter(x, plan)
+
+
+def prepare(op: Callable, *args, **kwargs) -> None:
+    """Does all that the first use of a call costs, so that the call itself can be captured in a CUDA graph.
+
+    Collective; sends no data. A captured call never grows slots, loads kernels or chooses algorithms, so every call
+    that a capture contains must be prepared before, with the same shapes, dtypes, strides and plan. Calls that are
+    captured have slots of their own (as many bytes again), since their replays may run beside eager calls. Replays of
+    several graphs of one group must not overlap each other, and run in the same order on all ranks, as with NCCL.
+
+    Args:
+        op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather` or `reduce_scatter`.
+        *args, **kwargs: its arguments.
+
+    Example:
+        >>> so.prepare(so.all_gather_gemm, x, weight, group)
+        >>> with torch.cuda.graph(graph):
+        ...     y = so.all_gather_gemm(x, weight, group)
+    """
+    if op not in (all_gather_gemm, gemm_reduce_scatter, all_gather, reduce_scatter):
+        raise TypeError(f"op is {op!r}; expected one of this package's functions, such as all_gather_gemm")
+    with preparing():
+        op(*args, **kwargs)
+
+
+def _device(x: Tensor):
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
+    return x.device
+
+
+def _bias_list(bias, several: bool) -> list[Tensor | None]:
+    if bias is None:
+        return []
+    if isinstance(bias, Tensor):
+        if several:
+            raise TypeError("bias is one tensor but weight is a list; expected a list with one bias for each weight")
+        return [bias]
+    if not several:
+        raise TypeError(f"bias is a {type(bias).__name__} but weight is one tensor; expected a torch.Tensor or None")
+    return list(bias)

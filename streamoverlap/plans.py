@@ -1,0 +1,126 @@
+"""Plans as data: build, print, check and walk what every rank does on every stream.
+
+Example:
+    >>> from streamoverlap import plans
+    >>> ranks = plans.build("all_gather_gemm", world=2)
+    >>> print(ranks[0])
+    >>> plans.check(ranks)
+    []
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_sequence, prune
+
+__all__ = [
+    "OPERATIONS",
+    "Fault",
+    "Flag",
+    "Op",
+    "Plan",
+    "Region",
+    "Spec",
+    "as_tuple",
+    "build",
+    "build_spec",
+    "check",
+    "check_sequence",
+    "spec_tuple",
+    "variants",
+]
+
+OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter")
+
+# The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
+_ALGORITHMS = ("ring", "direct")
+_REDUCTIONS = ("accumulate", "sum")
+_KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
+_STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch")
+_FLAGS = ("full", "empty")
+
+
+def build(
+    operation: str,
+    *,
+    world: int,
+    algorithm: str = "direct",
+    chunks: int = 1,
+    compute_streams: int = 1,
+    reduce: str = "accumulate",
+    keep_gathered: bool = False,
+    pruned: bool = True,
+) -> list[Plan]:
+    """The plans of all ranks for one operation.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        world: ranks, 1 to 64.
+        algorithm, chunks, compute_streams, reduce: as in `streamoverlap.PlanSpec` ("serial" has no plan).
+        keep_gathered: all_gather_gemm also hands out the gathered input.
+        pruned: without the waits that the checker finds redundant, as the executors run it.
+
+    Raises:
+        ValueError: naming the argument, what it was and what was expected.
+    """
+    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered)
+    return build_spec(spec, pruned=pruned)
+
+
+def build_spec(spec: Spec, *, pruned: bool = True) -> list[Plan]:
+    """The plans of all ranks for `spec`; see `build`."""
+    ranks = build_all(spec)
+    return prune(ranks) if pruned else ranks
+
+
+def variants(
+    world: int, chunks: Sequence[int] = (1, 2, 3, 4), compute_streams: Sequence[int] = (1, 2, 3)
+) -> Iterator[Spec]:
+    """Every builder with every option at this world size."""
+    for operation, algorithm, parts in product(OPERATIONS, _ALGORITHMS, chunks):
+        multiplies = "gemm" in operation
+        scatters = operation == "gemm_reduce_scatter"
+        # A plain reduce-scatter sums on compute streams too; a plain all-gather uses none.
+        streams = (1,) if operation == "all_gather" else compute_streams
+        reductions = _REDUCTIONS if scatters else ("accumulate",)
+        keeps = (False, True) if multiplies and not scatters else (False,)
+        for count, reduction, keep in product(streams, reductions, keeps):
+            yield Spec(operation, algorithm, reduction, world, parts, count, keep)
+
+
+def spec_tuple(spec: Spec) -> tuple:
+    """`spec` as plain numbers, for the interpreter that lives with the tests."""
+    return (
+        OPERATIONS.index(spec.operation),
+        _ALGORITHMS.index(spec.algorithm),
+        _REDUCTIONS.index(spec.reduction),
+        spec.world,
+        spec.chunks,
+        spec.compute_streams,
+        spec.keep_gathered,
+    )
+
+
+def as_tuple(plan: Plan) -> tuple:
+    """`plan` as plain numbers, for the interpreter that lives with the tests."""
+    return (*spec_tuple(plan.spec), plan.rank, plan.events, [_op_tuple(op) for op in plan.ops])
+
+
+def _op_tuple(op: Op) -> tuple:
+    flag = op.flag
+    return (
+        _KINDS.index(op.kind),
+        _STREAMS.index(op.stream),
+        [_region_tuple(region) for region in op.reads],
+        [_region_tuple(region) for region in op.writes],
+        op.bias,
+        (_FLAGS.index(flag.kind), flag.sender, flag.receiver, flag.index),
+        op.event,
+    )
+
+
+def _region_tuple(region: Region) -> tuple[int, int, int, int]:
+    return (_BUFFERS.index(region.buffer), region.rank, region.shard, region.chunk)

@@ -1,0 +1,71 @@
+"""How an operation is carried out: the caller's choice, and the default where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streamoverlap import _C
+
+ALGORITHMS = ("direct", "ring", "serial")
+REDUCTIONS = ("accumulate", "sum")
+
+
+def _expect_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
+
+
+def _expect_range(field: str, value: object, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ValueError(f"{field} is {value!r}; expected an integer from 1 to {high}")
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """A way to carry out an operation. All ranks of a group must use the same one.
+
+    Args:
+        algorithm: ``"direct"`` (each shard goes straight to its user), ``"ring"`` (shards travel from neighbour to
+            neighbour) or ``"serial"`` (the group's own collective, then one GEMM: nothing is overlapped).
+        chunks: parts that each shard is exchanged and multiplied in, 1 to 64. Rows need not divide.
+        compute_streams: GEMMs go round robin over this many streams, 1 to 3.
+        reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
+            ``"sum"`` adds all in float32 (float64 for float64) and rounds once. Ignored by the gathers.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+    """
+
+    algorithm: str = "direct"
+    chunks: int = 1
+    compute_streams: int = 1
+    reduce: str = "accumulate"
+
+    def __post_init__(self) -> None:
+        _expect_one_of("algorithm", self.algorithm, ALGORITHMS)
+        _expect_one_of("reduce", self.reduce, REDUCTIONS)
+        _expect_range("chunks", self.chunks, _C.MAX_CHUNKS)
+        _expect_range("compute_streams", self.compute_streams, _C.MAX_COMPUTE_STREAMS)
+
+
+class Choice(NamedTuple):
+    """What ran, and why."""
+
+    plan: PlanSpec
+    reason: str
+
+
+_DEFAULT = Choice(PlanSpec(), "default: one chunk, straight to its user")
+_SERIAL = PlanSpec(algorithm="serial")
+
+
+def choose(plan: PlanSpec | None, fallback: str | None) -> Choice:
+    """The plan to run: what was asked for, unless the group cannot overlap at all (`fallback` says why)."""
+    if fallback is not None:
+        return Choice(_SERIAL, fallback)
+    if plan is None:
+        return _DEFAULT
+    if not isinstance(plan, PlanSpec):
+        raise TypeError(f"plan is a {type(plan).__name__}; expected streamoverlap.PlanSpec or None")
+    return Choice(plan, "given")

@@ -1,0 +1,151 @@
+"""Calls with integer data, and what they must give: the same computed in float64 from the data of all ranks.
+
+The integers are so small that every product, partial sum and result is one that the dtype holds exactly
+(bfloat16 up to 256, float16 up to 2048), so no order of summing rounds, and results are compared with ``==``,
+without tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import streamoverlap as so
+
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+DTYPES = tuple(_EXACT)
+_LARGEST = 8  # larger values find nothing more
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, alike on all ranks."""
+
+    operation: str
+    plan: so.PlanSpec | None = None
+    dtype: torch.dtype = torch.float32
+    lead: tuple[int, ...] = (6,)  # rows (or s, b) of a rank: of its x in a gather, of its result in a scatter
+    k: int = 5
+    n: tuple[int, ...] = (4,)  # rows of each weight
+    bias: bool = False
+    column_major: bool = False
+    gathered: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Inputs:
+    """What one rank hands in."""
+
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+
+
+def inputs(case: Case, rank: int, world: int) -> Inputs:
+    scatters = case.operation.endswith("reduce_scatter")
+    multiplies = "gemm" in case.operation
+    lead = (case.lead[0] * world, *case.lead[1:]) if scatters else case.lead
+    high = _high(case, world if scatters else 1)
+    source = torch.Generator().manual_seed(case.seed * 1009 + rank)
+    shared = torch.Generator().manual_seed(case.seed * 1009 + 1008)  # the bias of a scatter is every rank's
+
+    def integers(shape: Iterable[int], generator: torch.Generator = source) -> Tensor:
+        return torch.randint(-high, high + 1, tuple(shape), generator=generator).to(case.dtype)
+
+    x = integers((*lead, case.k))
+    weights = [integers((n, case.k)) for n in case.n] if multiplies else []
+    if case.column_major:
+        weights = [weight.t().contiguous().t() for weight in weights]
+    biases = [integers((n,), shared if scatters else source) for n in case.n] if multiplies and case.bias else []
+    return Inputs(x, weights, biases)
+
+
+def _high(case: Case, ranks: int) -> int:
+    """The largest value whose sums the dtype still holds exactly."""
+    limit = _EXACT[case.dtype]
+    if "gemm" not in case.operation:
+        return min(_LARGEST, limit // ranks)
+    fitting = [high for high in range(1, _LARGEST + 1) if high * high * case.k * ranks + high <= limit]
+    assert fitting, f"{case} does not fit {case.dtype}"
+    return fitting[-1]
+
+
+def expected(case: Case, rank: int, world: int) -> list[Tensor]:
+    """The results of `rank`, in float64: outputs, then the gathered input if asked for."""
+    everyone = [inputs(case, r, world) for r in range(world)]
+    own = everyone[rank]
+    bias = [b.double() for b in own.biases] or [0.0] * len(case.n)
+    if case.operation.startswith("all_gather"):
+        gathered = torch.cat([each.x for each in everyone]).double()
+        if case.operation == "all_gather":
+            return [gathered]
+        outputs = [gathered @ w.double().t() + b for w, b in zip(own.weights, bias, strict=True)]
+        return [*outputs, gathered] if case.gathered else outputs
+    if case.operation == "reduce_scatter":
+        total = sum(each.x.double() for each in everyone)
+    else:
+        total = sum(each.x.double() @ each.weights[0].double().t() for each in everyone) + bias[0]
+    return [total.chunk(world)[rank] if len(total) else total]
+
+
+def call(case: Case, given: Inputs, on: ProcessGroup | so.Communicator | None) -> list[Tensor]:
+    """Makes the call on a group, or on a communicator; the results in the order of `expected`."""
+    if isinstance(on, so.Communicator):
+        return _call_communicator(case, given, on)
+    if case.operation == "all_gather":
+        return [so.all_gather(given.x, on, plan=case.plan)]
+    if case.operation == "reduce_scatter":
+        return [so.reduce_scatter(given.x, on, plan=case.plan)]
+    if case.operation == "gemm_reduce_scatter":
+        bias = given.biases[0] if given.biases else None
+        return [so.gemm_reduce_scatter(given.x, given.weights[0], on, bias=bias, plan=case.plan)]
+    single = len(given.weights) == 1
+    result = so.all_gather_gemm(
+        given.x,
+        given.weights[0] if single else given.weights,
+        on,
+        bias=(given.biases[0] if single else given.biases) if given.biases else None,
+        return_gathered=case.gathered,
+        plan=case.plan,
+    )
+    outputs, gathered = result if case.gathered else (result, None)
+    outputs = [outputs] if single else list(outputs)
+    return outputs if gathered is None else [*outputs, gathered]
+
+
+def _call_communicator(case: Case, given: Inputs, comm: so.Communicator) -> list[Tensor]:
+    if case.operation == "all_gather_gemm":
+        outputs, gathered = comm.all_gather_gemm(given.x, given.weights, given.biases, case.gathered, case.plan)
+        return outputs if gathered is None else [*outputs, gathered]
+    if case.operation == "gemm_reduce_scatter":
+        bias = given.biases[0] if given.biases else None
+        return [comm.gemm_reduce_scatter(given.x, given.weights[0], bias, case.plan)]
+    return [getattr(comm, case.operation)(given.x, case.plan)]
+
+
+def differences(case: Case, results: list[Tensor], wanted: list[Tensor]) -> str | None:
+    """What is wrong with `results`; None if they are exact."""
+    if len(results) != len(wanted):
+        return f"{case}: {len(results)} results; expected {len(wanted)}"
+    for i, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        if result.dtype != case.dtype or result.shape != want.shape or not result.is_contiguous():
+            found = f"{result.dtype} {tuple(result.shape)} with strides {result.stride()}"
+            return f"{case}: result {i} is {found}; expected {tuple(want.shape)}, row-major"
+        wrong = result.double() != want
+        if wrong.any():
+            rows = sorted({row[0] for row in wrong.nonzero().tolist()})
+            return f"{case}: result {i} is wrong in rows {rows[:20]} of {len(want)}:\n{result}\n{want}"
+    return None
+
+
+def verify(case: Case, rank: int, world: int, on: ProcessGroup | so.Communicator | None) -> list[Tensor]:
+    """Makes the call on this rank and compares it with the exact result. `rank` is within the group."""
+    results = call(case, inputs(case, rank, world), on)
+    problem = differences(case, results, expected(case, rank, world))
+    assert problem is None, problem
+    return results

@@ -1,0 +1,197 @@
+#include "rank.h"
+
+#include <algorithm>
+#include <deque>
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+#include "../../csrc/group/signature.h"
+#include "../../csrc/plan/builders.h"
+#include "../../csrc/plan/prune.h"
+
+namespace streamoverlap::test {
+
+using plan::Algorithm;
+using plan::Buffer;
+using plan::Operation;
+using plan::Reduction;
+
+namespace {
+
+int weight(int rank, int n, int k) { return (rank * 7 + n * 3 + k * 5) % 11 - 5; }
+int bias(int n) { return n + 1; }
+
+class Loops : public host::Compute {
+ public:
+  explicit Loops(int rank) : rank_(rank) {}
+
+  void gemm(const plan::Op& op, Block a, const Block* c, Block d) override {
+    const int* x = reinterpret_cast<const int*>(a.data);
+    const int* sum = c ? reinterpret_cast<const int*>(c->data) : nullptr;
+    int* y = reinterpret_cast<int*>(d.data);
+    for (std::int64_t m = 0; m < d.rows.count; ++m) {
+      for (int n = 0; n < kN; ++n) {
+        int value = (sum ? sum[m * kN + n] : 0) + (op.bias ? bias(n) : 0);
+        for (int k = 0; k < kK; ++k) value += x[m * kK + k] * weight(rank_, n, k);
+        y[m * kN + n] = value;
+      }
+    }
+  }
+
+  void reduce(const plan::Op&, const std::vector<Block>& terms, Block sum) override {
+    int* y = reinterpret_cast<int*>(sum.data);
+    for (std::int64_t i = 0; i < sum.bytes() / std::int64_t(sizeof(int)); ++i) {
+      int value = 0;
+      for (const Block& term : terms) value += reinterpret_cast<const int*>(term.data)[i];
+      y[i] = value;
+    }
+  }
+
+ private:
+  int rank_;
+};
+
+std::vector<int> multiply(const std::vector<int>& x, int rank) {
+  std::vector<int> y;
+  for (std::size_t m = 0; m < x.size() / kK; ++m) {
+    for (int n = 0; n < kN; ++n) {
+      int value = 0;
+      for (int k = 0; k < kK; ++k) value += x[m * kK + k] * weight(rank, n, k);
+      y.push_back(value);
+    }
+  }
+  return y;
+}
+
+void add_bias(std::vector<int>& y) {
+  for (std::size_t i = 0; i < y.size(); ++i) y[i] += bias(static_cast<int>(i % kN));
+}
+
+}  // namespace
+
+Problem::Problem(const Case& test, const plan::Plan& plan)
+    : test_(test),
+      rank_(plan.rank),
+      gathers_(test.spec.operation == Operation::AllGatherGemm || test.spec.operation == Operation::AllGather),
+      multiplies_(test.spec.operation == Operation::AllGatherGemm ||
+                  test.spec.operation == Operation::GemmReduceScatter),
+      input_(input(rank_)),
+      output_((gathers_ ? test.spec.world : 1) * test.rows * (multiplies_ ? kN : kK), -1),
+      gathered_(test.spec.keep_gathered ? test.spec.world * test.rows * kK : 0, -1),
+      compute_(std::make_shared<Loops>(rank_)) {
+  const auto set = [this](Buffer buffer, std::vector<int>* data, int columns, bool all_shards) {
+    View& view = call_.views[static_cast<int>(buffer)];
+    view.base = data ? reinterpret_cast<std::byte*>(data->data()) : nullptr;
+    view.row_bytes = std::int64_t(columns * sizeof(int));
+    view.shard_bytes = all_shards ? view.row_bytes * test_.rows : 0;
+  };
+  const int out = multiplies_ ? kN : kK;
+  call_.plan = &plan;
+  call_.shard_rows = test.rows;
+  call_.signature = signature(test.spec, {test.rows, kK, kN});
+  set(Buffer::Input, &input_, kK, !gathers_);
+  set(Buffer::Output, &output_, out, gathers_);
+  set(Buffer::Gathered, &gathered_, kK, true);
+  set(Buffer::Slot, nullptr, gathers_ ? kK : out, false);
+  set(Buffer::Scratch, nullptr, gathers_ ? 0 : out, false);
+}
+
+std::vector<int> Problem::input(int rank) const {
+  std::vector<int> x((gathers_ ? 1 : test_.spec.world) * test_.rows * kK);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = int((i * 13 + rank * 29 + test_.seed * 31) % 97) - 48;
+  return x;
+}
+
+std::vector<int> Problem::gathered() const {
+  std::vector<int> all;
+  for (int rank = 0; rank < test_.spec.world; ++rank) {
+    const std::vector<int> shard = input(rank);
+    all.insert(all.end(), shard.begin(), shard.end());
+  }
+  return all;
+}
+
+std::vector<int> Problem::expected() const {
+  std::vector<int> result;
+  if (gathers_) {
+    result = multiplies_ ? multiply(gathered(), rank_) : gathered();
+  } else {
+    for (int rank = 0; rank < test_.spec.world; ++rank) {
+      const std::vector<int> all = input(rank);
+      const auto shard = all.begin() + rank_ * test_.rows * kK;
+      const std::vector<int> x(shard, shard + test_.rows * kK);
+      const std::vector<int> part = multiplies_ ? multiply(x, rank) : x;
+      result.resize(part.size());
+      std::transform(part.begin(), part.end(), result.begin(), result.begin(), std::plus<int>());
+    }
+  }
+  if (multiplies_) add_bias(result);
+  return result;
+}
+
+void Problem::verify() const {
+  const std::string where = to_string(test_.spec) + ", rank " + std::to_string(rank_) + ", " +
+                            std::to_string(test_.rows) + " rows, data " + std::to_string(test_.seed);
+  if (output_ != expected()) throw std::runtime_error("wrong output of " + where);
+  if (test_.spec.keep_gathered && gathered_ != gathered()) throw std::runtime_error("wrong gathered input of " + where);
+}
+
+void Problem::overwrite_input() { std::fill(input_.begin(), input_.end(), 0x5a5a5a5a); }
+
+std::vector<Case> all_cases(int world, int seed) {
+  std::mt19937 random(seed);
+  std::vector<Case> cases;
+  for (const Operation operation :
+       {Operation::AllGatherGemm, Operation::GemmReduceScatter, Operation::AllGather, Operation::ReduceScatter}) {
+    for (const Algorithm algorithm : {Algorithm::Ring, Algorithm::Direct}) {
+      for (const Reduction reduction : {Reduction::Accumulate, Reduction::Sum}) {
+        for (const bool keep_gathered : {false, true}) {
+          if (keep_gathered && operation != Operation::AllGatherGemm) continue;
+          for (int chunks = 1; chunks <= 3; ++chunks) {
+            for (int streams = 1; streams <= plan::kMaxComputeStreams; ++streams) {
+              const plan::Spec spec{operation, algorithm, reduction, world, chunks, streams, keep_gathered};
+              cases.push_back({spec, std::int64_t(random() % (kMaxRows + 1)), int(random() % 1000)});
+            }
+          }
+        }
+      }
+    }
+  }
+  std::shuffle(cases.begin(), cases.end(), random);
+  return cases;
+}
+
+Plans make_plans(const std::vector<Case>& cases) {
+  Plans plans;
+  for (const Case& test : cases) {
+    std::vector<plan::Plan>& entry = plans[test.spec];
+    if (entry.empty()) entry = plan::prune(plan::build_all(test.spec));
+  }
+  return plans;
+}
+
+void run_cases(host::Executor& executor, const host::StreamSet& streams, int rank, const std::vector<Case>& cases,
+               const Plans& plans, int in_flight) {
+  struct InFlight {
+    std::unique_ptr<Problem> problem;
+    std::shared_ptr<host::Pending> pending;
+  };
+  std::deque<InFlight> calls;
+  const auto finish_first = [&calls] {
+    InFlight& call = calls.front();
+    call.pending->wait();
+    call.problem->verify();
+    call.problem->overwrite_input();  // by now it is the caller's again
+    calls.pop_front();
+  };
+  for (const Case& test : cases) {
+    auto problem = std::make_unique<Problem>(test, plans.at(test.spec)[rank]);
+    auto pending = executor.issue(problem->call(), problem->compute(), streams);
+    calls.push_back({std::move(problem), std::move(pending)});
+    if (static_cast<int>(calls.size()) >= in_flight) finish_first();
+  }
+  while (!calls.empty()) finish_first();
+}
+
+}  // namespace streamoverlap::test
