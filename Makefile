@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+GPUS ?= 2
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ BUILT := build/.built-$(subst /,-,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build test test-gpu test-tsan lint format demo check clean distclean
+.PHONY: help build test test-gpu test-tsan lint format demo check bench clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
@@ -37,7 +38,7 @@ test: $(BUILT) ## the whole test suite; GPU tests are skipped where there are fe
 test-gpu: $(BUILT) ## the tests that need GPUs
 	$(PY) -m pytest -m gpu $(ARGS)
 
-test-tsan: ## the host executor under ThreadSanitizer, and a seeded race that it must report
+test-tsan: ## the host executor without torch: under ThreadSanitizer, a seeded race it must report, ranks that die
 	$(MAKE) --no-print-directory -C tests/tsan BUILD=$(CURDIR)/build/tsan run seeded processes
 
 lint: $(ENVIRONMENT) ## ruff and clang-format; changes nothing
@@ -55,6 +56,9 @@ demo: $(BUILT) ## the main job: a tensor-parallel MLP over real text, compared w
 
 check: $(BUILT) ## checks every plan of every builder for 1 to 16 ranks
 	$(PY) -m streamoverlap check --world 1-16 $(ARGS)
+
+bench: $(BUILT) ## GEMM alone, serial and overlapped times on GPUS GPUs (default 2)
+	$(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/overlap.py $(ARGS)
 
 clean: ## removes what was built, keeps .venv
 	rm -rf build dist *.egg-info streamoverlap/*.so

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,8 +41,24 @@ def files(*folders: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths if path.suffix in (".cpp", ".cu")]
 
 
+def links_its_own_runtime(compiler: list[str]) -> bool:
+    """Some toolchains link libstdc++ statically. Two copies of it beside torch's end in crashes, not in errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "probe.so")
+        probe = "#include <iostream>\nvoid f() { std::cout << 1L; }"
+        command = [*compiler, "-x", "c++", "-fPIC", "-shared", "-o", str(library), "-"]
+        subprocess.run(command, input=probe, text=True, capture_output=True, check=False)
+        return library.exists() and b"libstdc++.so" not in library.read_bytes()
+
+
 def check_compiler() -> None:
     compiler = os.environ.get("CXX", "c++").split()
+    if links_its_own_runtime(compiler):
+        if shutil.which("g++") is None or links_its_own_runtime(["g++"]):
+            stop(f"found {compiler[0]}, which links libstdc++ statically; {COMPILER_NEEDED}")
+        print(f"streamoverlap: using g++, since {compiler[0]} links libstdc++ statically", flush=True)
+        os.environ.update(CXX="g++", CC="gcc", CUDAHOSTCXX="g++")
+        compiler = ["g++"]
     if shutil.which(compiler[0]) is None:
         stop(f"found no C++ compiler '{compiler[0]}'; {COMPILER_NEEDED}")
     probe = "#include <span>\nint main() { return std::span<int>{}.size(); }"
@@ -102,6 +119,11 @@ def cublas_folders(cuda_major: str) -> tuple[list[str], list[str]]:
     return [str(home / "include") for home in found], [str(home / "lib") for home in found]
 
 
+def without_their_warnings(folders: list[str]) -> list[str]:
+    """Compiler options that make these, which torch passes as -I, system folders: only our own code is warned about."""
+    return [option for folder in folders for option in ("-isystem", folder)]
+
+
 def extensions() -> dict:
     check_compiler()
     torch = import_torch()
@@ -112,7 +134,7 @@ def extensions() -> dict:
     # A file that includes torch takes gigabytes to compile; ninja's own choice is more jobs than cores.
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     # Imported late: it reads CUDA_HOME when it is imported.
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension, include_paths
 
     headers = [str(path) for folder in ("csrc", "tests/interpreter") for path in Path(folder).rglob("*.h")]
     sources = files("csrc", "csrc/bindings", "csrc/plan", "csrc/group", "csrc/host")
@@ -128,7 +150,10 @@ def extensions() -> dict:
             include_dirs=includes,
             library_dirs=libraries,
             define_macros=[("STREAMOVERLAP_WITH_CUDA", None)],
-            extra_compile_args={"cxx": CFLAGS, "nvcc": ["-O2"]},
+            extra_compile_args={
+                "cxx": [*CFLAGS, *without_their_warnings([*includes, *include_paths("cuda")])],
+                "nvcc": ["-O2"],
+            },
             # A wheel has no libcublasLt.so, only the versioned name.
             extra_link_args=[f"-l:libcublasLt.so.{major}" if libraries else "-lcublasLt"],
             depends=headers,
@@ -137,12 +162,13 @@ def extensions() -> dict:
         stop(f"STREAMOVERLAP_CUDA=1 asks for the CUDA part, which cannot be built here: {reason}")
     else:
         print(f"streamoverlap: building the host part only: {reason}", flush=True)
-        main = CppExtension("streamoverlap._C", sources, extra_compile_args={"cxx": CFLAGS}, depends=headers)
+        options = {"cxx": [*CFLAGS, *without_their_warnings(include_paths("cpu"))]}
+        main = CppExtension("streamoverlap._C", sources, extra_compile_args=options, depends=headers)
+    torch_headers = str(Path(torch.__file__).parent / "include")  # for the pybind11 that torch carries
     interpreter = Extension(
         "streamoverlap._interpreter",
         files("csrc/plan", "tests/interpreter"),
-        include_dirs=[str(Path(torch.__file__).parent / "include")],  # the pybind11 that torch carries
-        extra_compile_args={"cxx": CFLAGS},
+        extra_compile_args={"cxx": [*CFLAGS, *without_their_warnings([torch_headers])]},
         language="c++",
         depends=headers,
     )

@@ -46,16 +46,21 @@ def run_rank(problem: Problem, plan: so.PlanSpec | None, threads: int) -> Outcom
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
-    try:
-        return _run(problem, plan, rank, device)
-    finally:
-        so.Communicator.of(None, device).close()
-        dist.destroy_process_group()
-
-
-def _run(problem: Problem, plan: so.PlanSpec | None, rank: int, device: torch.device) -> Outcome:
     communicator = so.Communicator.of(None, device)
     communicator.set_timeout(_TIMEOUT)
+    outcome = _run(problem, plan, rank, device, communicator)
+    communicator.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def _run(
+    problem: Problem,
+    plan: so.PlanSpec | None,
+    rank: int,
+    device: torch.device,
+    communicator: so.Communicator,
+) -> Outcome:
     x = embed(problem, rank, device)
     shard = make_shard(problem, rank, device)
 

@@ -7,7 +7,7 @@ import json
 
 from streamoverlap import plans
 from streamoverlap.cli.plan_view import list_of_ops, side_by_side, steps
-from streamoverlap.cli.terminal import make_console
+from streamoverlap.cli.terminal import UNBOUNDED, make_console
 from streamoverlap.cli.usage import UsageError, positive
 
 _EXAMPLE = """\
@@ -87,7 +87,7 @@ def _print(ranks: list[plans.Plan], rank: int, pruned: bool, faults: list[plans.
     console.print(list_of_ops(ranks, rank))
 
     view = side_by_side(plan, steps(ranks)[rank])
-    needed = console.measure(view).maximum
+    needed = console.measure(view, options=console.options.update(width=UNBOUNDED)).maximum
     if needed <= console.width:
         console.print("Streams side by side; an op is in the first row where it can start, were all ops equally long")
         console.print(view)

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_UNBOUNDED = 1000  # columns: a file or a pipe has no width that lines must fit in
+UNBOUNDED = 1000  # columns: a file or a pipe has no width that lines must fit in
 
 
 def make_console() -> Console:
     # No markup: a region such as slot@1[a.b] or a path in brackets is not a style.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = _UNBOUNDED
+        console.width = UNBOUNDED
     return console
 
 
