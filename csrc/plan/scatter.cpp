@@ -83,31 +83,29 @@ Plan scatter_ring(const Spec& spec, int rank) {
     const bool last = step + 1 == spec.world;
     for (int c = 0; c < spec.chunks; ++c) {
       const Stream compute = w.next_compute();
-      const Region own = multiplies(spec) ? w.scratch(shard, c) : w.input(shard, c);
       const Region sum = last ? w.output(shard, c) : w.scratch(shard, c);
-      Region part = own;
+      std::vector<Region> terms = {w.input(shard, c)};
       // Where the sum is a Reduce of its own, the GEMM need not wait for what the neighbour sends.
       if (multiplies(spec) && !accumulate) {
-        const bool only = spec.world == 1;
-        part = only ? sum : own;
-        w.gemm(compute, {w.input(shard, c)}, part, last);
+        const Region product = spec.world == 1 ? sum : w.scratch(shard, c);
+        w.gemm(compute, terms, product, last);
+        terms = {product};
       }
-      if (step > 0) w.wait(compute, w.await(previous, (step - 1) * spec.chunks + c, sent[c]));
+      if (step > 0) {
+        w.wait(compute, w.await(previous, (step - 1) * spec.chunks + c, sent[c]));
+        terms.insert(accumulate ? terms.end() : terms.begin(), w.slot(shard, c));
+      }
       if (accumulate) {
-        std::vector<Region> a_and_c = {w.input(shard, c)};
-        if (step > 0) a_and_c.push_back(w.slot(shard, c));
-        w.gemm(compute, a_and_c, sum, last);
-        part = sum;
-      } else if (step > 0) {
-        w.reduce(compute, {w.slot(shard, c), part}, sum);
-        part = sum;
-      } else if (last && !multiplies(spec)) {
-        w.reduce(compute, {part}, sum);
+        w.gemm(compute, terms, sum, last);
+        terms = {sum};
+      } else if (step > 0 || (last && !multiplies(spec))) {
+        w.reduce(compute, terms, sum);
+        terms = {sum};
       }
-      if (!last) {
-        if (part.buffer != Buffer::Input) w.wait(kSend, w.record(compute));
-        sent[c] = w.put(part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
-      }
+      if (last) continue;
+      const Region& part = terms[0];
+      if (part.buffer != Buffer::Input) w.wait(kSend, w.record(compute));
+      sent[c] = w.put(part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
     }
   }
   w.return_credits();
