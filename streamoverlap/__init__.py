@@ -10,6 +10,8 @@ from streamoverlap.communicator import Communicator
 from streamoverlap.errors import CommunicatorError, MismatchError, PeerTimeoutError
 from streamoverlap.ops import all_gather, all_gather_gemm, gemm_reduce_scatter, prepare, reduce_scatter
 from streamoverlap.spec import PlanSpec
+from streamoverlap.streams import StreamSet, use_streams
+from streamoverlap.work import Work
 
 __all__ = [
     "Communicator",
@@ -17,10 +19,13 @@ __all__ = [
     "MismatchError",
     "PeerTimeoutError",
     "PlanSpec",
+    "StreamSet",
+    "Work",
     "__version__",
     "all_gather",
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "prepare",
     "reduce_scatter",
+    "use_streams",
 ]

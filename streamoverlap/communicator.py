@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
+from streamoverlap.call import Call
+from streamoverlap.errors import CommunicatorError
+from streamoverlap.follow import FollowOnCpu
 from streamoverlap.spec import Choice, PlanSpec, choose
+from streamoverlap.streams import StreamSet
+from streamoverlap.work import Work, seconds_of
 
 _log = logging.getLogger("streamoverlap")
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -26,21 +32,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 # By group, then device type. A cached communicator goes with its ProcessGroup object.
 _cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
 _cache_lock = threading.RLock()
-# Communicators made so far by group name, so that each set-up has keys of its own in the store.
-_made: Counter[str] = Counter()
-
-
-_mode = threading.local()
-
-
-@contextmanager
-def preparing() -> Iterator[None]:
-    """Calls of this thread are prepared only; see `streamoverlap.prepare`."""
-    _mode.preparing = True
-    try:
-        yield
-    finally:
-        _mode.preparing = False
+# To be closed before the interpreter ends: their threads let go of tensors.
+_open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
 
 
 class Communicator:
@@ -54,6 +48,9 @@ class Communicator:
         timeout: how long a call may wait for its peers, from its start: seconds or a `datetime.timedelta`. Default 10
             minutes, as in torch.distributed.
         device: ``"cpu"`` or ``"cuda"``: where the tensors of its calls are.
+        report_path: a file of this rank's own. If the group fails, its watchdog adds to it what it saw of all ranks:
+            calls, missing flags, signs of life. The first error has the same as `CommunicatorError.report`, and the
+            logger ``streamoverlap`` gets it.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `group` does not have this rank.
@@ -69,25 +66,32 @@ class Communicator:
         *,
         timeout: float | timedelta = _DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
+        report_path: str | Path | None = None,
     ) -> None:
         group = _resolve(group)
         self._group = weakref.ref(group)  # weak: the cache must not keep its own key alive
         self.device_type = _device_type(device)
         self.rank, self.world = group.rank(), group.size()
         self.last_choice: Choice | None = None
-        self._timeout = _seconds(timeout)
+        self._timeout = seconds_of(timeout)
+        self._aborted: CommunicatorError | None = None
         self.name = group.group_name
         self.device = _device(self.device_type)
         index = -1 if self.device.index is None else self.device.index
         self._impl: _C.Communicator | None = _C.Communicator(
             self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1
         )
-        with _cache_lock:
-            _made[self.name] += 1
-            self._prefix = f"streamoverlap/{self.device_type}/{_made[self.name]}"
+        self_reference = weakref.ref(self)
+        self._follow = FollowOnCpu(lambda: getattr(self_reference(), "_timeout", 0.0))
+        self._prefix = f"streamoverlap/{self.device_type}"
         self._fallback = self._set_up()
-        if self._fallback is not None and self.rank == 0:
+        if self._fallback is None:
+            if report_path is not None:
+                self._impl.set_report_path(str(report_path))
+            _log.info("group '%s' is set up: rank %d of %d on %s", self.name, self.rank, self.world, self.device)
+        elif self.rank == 0:
             _log.warning("group '%s' runs serial: %s", self.name, self._fallback)
+        _open_ones.add(self)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, device: str | torch.device) -> Communicator:
@@ -110,41 +114,52 @@ class Communicator:
         biases: Sequence[Tensor | None],
         return_gathered: bool,
         plan: PlanSpec | None,
-    ) -> tuple[list[Tensor], Tensor | None]:
+        **options: Any,
+    ) -> tuple[list[Tensor], Tensor | None] | Work:
         """As `streamoverlap.all_gather_gemm`, on lists."""
-        impl, choice = self._begin(plan)
-        if choice.plan.algorithm != "serial":
-            spec = _spec("all_gather_gemm", choice.plan, self.world, return_gathered)
-            return impl.all_gather_gemm(x, weights, biases, return_gathered, spec, self._preparing)
+        call = self._call(plan, **options)
+        if call.overlapped:
+            spec = _spec("all_gather_gemm", self.last_choice.plan, self.world, return_gathered)
+            *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, spec, call.options)
+            return call.finish(tuple(result), work)
         _C.validate_all_gather_gemm(x, weights, biases, self.world)
-        outputs, gathered = serial.all_gather_gemm(x, weights, biases or [None] * len(weights), self.group)
-        return outputs, gathered if return_gathered else None
+        biases = list(biases) or [None] * len(weights)
 
-    def gemm_reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None) -> Tensor:
+        def start(async_op: bool) -> serial.Started:
+            collective, finish = serial.all_gather_gemm(x, weights, biases, self.group, async_op)
+            return serial.Started(collective, finish if return_gathered else lambda: (finish()[0], None))
+
+        return call.serial(start, [x, *weights, *biases])
+
+    def gemm_reduce_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
+    ) -> Tensor | Work:
         """As `streamoverlap.gemm_reduce_scatter`."""
-        impl, choice = self._begin(plan)
-        if choice.plan.algorithm != "serial":
-            return impl.gemm_reduce_scatter(
-                x, weight, bias, _spec("gemm_reduce_scatter", choice.plan, self.world), self._preparing
-            )
+        call = self._call(plan, **options)
+        if call.overlapped:
+            spec = _spec("gemm_reduce_scatter", self.last_choice.plan, self.world)
+            return call.finish(*call.impl.gemm_reduce_scatter(x, weight, bias, spec, call.options))
         _C.validate_gemm_reduce_scatter(x, weight, bias, self.world)
-        return serial.gemm_reduce_scatter(x, weight, bias, self.group)
+        return call.serial(
+            lambda async_op: serial.gemm_reduce_scatter(x, weight, bias, self.group, async_op), [x, weight, bias]
+        )
 
-    def all_gather(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
+    def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         """As `streamoverlap.all_gather`."""
-        impl, choice = self._begin(plan)
-        if choice.plan.algorithm != "serial":
-            return impl.all_gather(x, _spec("all_gather", choice.plan, self.world), self._preparing)
-        _C.validate_all_gather(x, self.world)
-        return serial.all_gather(x, self.group)
+        return self._exchange("all_gather", x, plan, options)
 
-    def reduce_scatter(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         """As `streamoverlap.reduce_scatter`."""
-        impl, choice = self._begin(plan)
-        if choice.plan.algorithm != "serial":
-            return impl.reduce_scatter(x, _spec("reduce_scatter", choice.plan, self.world), self._preparing)
-        _C.validate_reduce_scatter(x, self.world)
-        return serial.reduce_scatter(x, self.group)
+        return self._exchange("reduce_scatter", x, plan, options)
+
+    def _exchange(self, operation: str, x: Tensor, plan: PlanSpec | None, options: dict[str, Any]) -> Tensor | Work:
+        """A plain collective; its name is the same everywhere."""
+        call = self._call(plan, **options)
+        if call.overlapped:
+            spec = _spec(operation, self.last_choice.plan, self.world)
+            return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
+        getattr(_C, f"validate_{operation}")(x, self.world)
+        return call.serial(lambda async_op: getattr(serial, operation)(x, self.group, async_op), [x])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -171,25 +186,39 @@ class Communicator:
 
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Changes the timeout (seconds or timedelta), of calls in flight too."""
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
         self._open().set_timeout(seconds)
         self._timeout = seconds
 
     def errored(self) -> Exception | None:
         """The error that every further call raises, or None."""
         if self._fallback is not None:
-            return None
+            return self._aborted
         try:
             self._open().check()
         except RuntimeError as error:
             return error
         return None
 
-    def close(self) -> None:
-        """Gives back memory, threads and file descriptors. No call may be in flight on this rank.
+    def abort(self, reason: str = "abort was called") -> None:
+        """Ends the communicator on all ranks: what is in flight, and every later call, raises `CommunicatorError`.
 
-        Peers need not close at the same time, but a call that they make afterwards waits for this rank in vain.
+        Results of calls in flight are withheld. What runs serial is ended on this rank alone; `reason` is in the
+        message.
         """
+        if self._fallback is None:
+            self._open().abort(reason)
+        elif self._aborted is None:
+            self._aborted = CommunicatorError(f"group '{self.name}' was aborted: {reason}", self.name, peer=self.rank)
+
+    def close(self) -> None:
+        """Gives back memory, threads and file descriptors, once calls in flight on this rank have ended.
+
+        Peers need not close at the same time, but a call that they make afterwards waits for this rank in vain. Slots
+        of an aborted communicator are not used again: on the CPU each rank maps them until it closes; on CUDA they are
+        given back when all ranks have closed, and never where a rank is gone.
+        """
+        self._follow.close()
         self._impl = None
         group = self._group()
         with _cache_lock:
@@ -208,27 +237,39 @@ class Communicator:
         """For tests: delays ops at random, or kills or stops the process before the op of that number."""
         self._open().set_test_hook(seed, max_delay_ms, list(streams or ()), kill_at, stop_at)
 
+    def _end(self) -> None:
+        if self._impl is not None:
+            if self._fallback is None:
+                self._impl.finish(_EXIT_WAIT)
+            self.close()
+
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
-
-    @property
-    def _preparing(self) -> bool:
-        return getattr(_mode, "preparing", False)
 
     def _open(self) -> _C.Communicator:
         if self._impl is None:
             raise RuntimeError(f"the communicator of group '{self.name}' is closed; expected an open one")
         return self._impl
 
-    def _begin(self, plan: PlanSpec | None) -> tuple[_C.Communicator, Choice]:
+    def _call(
+        self,
+        plan: PlanSpec | None,
+        async_op: bool = False,
+        timeout: float | timedelta | None = None,
+        streams: StreamSet | None = None,
+    ) -> Call:
         choice = choose(plan, self._fallback)
         self.last_choice = choice
-        return self._open(), choice
+        if self._aborted is not None:
+            raise self._aborted
+        overlapped = choice.plan.algorithm != "serial"
+        return Call(self._open(), overlapped, self.device, self._follow, async_op, timeout, streams)
 
     def _set_up(self) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
         if self.device_type == "cuda" and not _C.WITH_CUDA:
             return "streamoverlap was built without its CUDA part"
+        self._prefix += f"/{self._generation()}"
         hello = {"host": _host(), "address": self._impl.address(), "gpu": _gpu_uuid(self.device)}
         ranks = self._all_gather_object("hello", hello)
         hosts = {entry["host"] for entry in ranks}
@@ -237,7 +278,9 @@ class Communicator:
         error = ""
         try:
             peers, allocate = self._symmetric(ranks) if self.device_type == "cuda" else ([], None)
-            self._impl.connect([entry["address"] for entry in ranks], self._timeout, peers, allocate)
+            self._impl.connect(
+                [entry["address"] for entry in ranks], self._timeout, peers, allocate, self._log_growth()
+            )
         except RuntimeError as failure:
             error = str(failure)
         errors = self._all_gather_object("connected", error)
@@ -255,21 +298,43 @@ class Communicator:
         group, device = self._group, self.device
         return [mine[entry["gpu"]] for entry in ranks], lambda size: symmetric.allocate(size, group(), device)
 
-    def _all_gather_object(self, key: str, value: object) -> list:
-        """Through the store, bounded by the timeout: the group's own collectives may be on a device, or hang."""
+    def _log_growth(self):
+        name = self.name  # and not self: the C++ part keeps this function
+        return lambda size: _log.info("group '%s' has slots of %d bytes now", name, size)
+
+    def _generation(self) -> int:
+        """How many communicators the ranks of this group have made before, so that each has keys of its own.
+
+        Counted in the store: processes may have joined the group, or its name been used before, at different times.
+        """
         if self.world == 1:
-            return [value]
-        store = dist.PrefixStore(f"{self._prefix}/{key}", self.group.get_group_store())
+            return 0
+        with self._bounded():
+            return (self._store().add(f"{self._prefix}/arrivals", 1) - 1) // self.world
+
+    def _store(self) -> dist.Store:
+        return self.group.get_group_store()
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
         try:
-            store.set(str(self.rank), json.dumps(value))
-            keys = [str(rank) for rank in range(self.world)]
-            store.wait(keys, timedelta(seconds=2 * self._timeout))
-            return [json.loads(store.get(key)) for key in keys]
-        except dist.DistError as failure:
+            yield
+        except (dist.DistError, RuntimeError) as failure:
             raise RuntimeError(
                 f"could not set up the communicator of group '{self.name}': not all of its {self.world} "
                 f"ranks made one within {2 * self._timeout:g} s, or the store is gone ({failure})"
             ) from failure
+
+    def _all_gather_object(self, key: str, value: object) -> list:
+        """Through the store, bounded by the timeout: the group's own collectives may be on a device, or hang."""
+        if self.world == 1:
+            return [value]
+        with self._bounded():
+            store = dist.PrefixStore(f"{self._prefix}/{key}", self._store())
+            store.set(str(self.rank), json.dumps(value))
+            keys = [str(rank) for rank in range(self.world)]
+            store.wait(keys, timedelta(seconds=2 * self._timeout))
+            return [json.loads(store.get(key)) for key in keys]
 
 
 @lru_cache(maxsize=1024)
@@ -313,13 +378,12 @@ def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def _seconds(timeout: float | timedelta) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta")
-    return float(seconds)
-
-
 def _host() -> str:
     """Equal for processes that run under one kernel, so may share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@atexit.register
+def _end_all() -> None:
+    for communicator in list(_open_ones):
+        communicator._end()

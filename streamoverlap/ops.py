@@ -7,12 +7,16 @@ collective. A rank that dies, stalls or calls something else makes the others ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
-from streamoverlap.communicator import Communicator, preparing
+from streamoverlap.call import preparing
+from streamoverlap.communicator import Communicator
 from streamoverlap.spec import PlanSpec
+from streamoverlap.streams import StreamSet
+from streamoverlap.work import Work
 
 
 def all_gather_gemm(
@@ -23,6 +27,9 @@ def all_gather_gemm(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     return_gathered: bool = False,
     plan: PlanSpec | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
 ):
     """Gathers `x` from all ranks along dim 0 and multiplies it by the rank's own weight: ``cat(x) @ weight.T + bias``.
 
@@ -38,10 +45,16 @@ def all_gather_gemm(
         bias: ``[N]``, or a list with one for each weight (None for those without).
         return_gathered: also return the gathered input.
         plan: how to do it; None takes the default. Equal on all ranks.
+        async_op: return a `streamoverlap.Work` that gives the result, and go on at once; x, weight and bias must not be
+            written before `Work.wait`. On CUDA the current stream waits for nothing of the exchange until then. On the
+            CPU, where the op runs on threads, a third call waits until the first of two in flight has ended.
+        timeout: how long this call may wait for its peers, from its start: seconds or a timedelta; None takes the
+            communicator's. What runs serial obeys it on the CPU where not asynchronous, else its process group's own.
+        streams: a `streamoverlap.StreamSet`, for tensors on CUDA; None takes that of `use_streams`, or a private one.
 
     Returns:
         ``[W * rows, N]`` (or ``[W * s, b, N]``), a list of those if `weight` is a list; with `return_gathered` a pair
-        of that and the gathered input ``[W * rows, K]``.
+        of that and the gathered input ``[W * rows, K]``. With `async_op` a Work of the same.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it. Nothing was sent.
@@ -52,9 +65,16 @@ def all_gather_gemm(
     several = not isinstance(weight, Tensor)
     weights = list(weight) if several else [weight]
     biases = _bias_list(bias, several)
-    outputs, gathered = comm.all_gather_gemm(x, weights, biases, return_gathered, plan)
-    result = outputs if several else outputs[0]
-    return (result, gathered) if return_gathered else result
+
+    def as_asked(both: tuple[list[Tensor], Tensor | None]):
+        outputs, gathered = both
+        result = outputs if several else outputs[0]
+        return (result, gathered) if return_gathered else result
+
+    found = comm.all_gather_gemm(
+        x, weights, biases, return_gathered, plan, async_op=async_op, timeout=timeout, streams=streams
+    )
+    return found.with_result(as_asked) if isinstance(found, Work) else as_asked(found)
 
 
 def gemm_reduce_scatter(
@@ -64,7 +84,10 @@ def gemm_reduce_scatter(
     *,
     bias: Tensor | None = None,
     plan: PlanSpec | None = None,
-) -> Tensor:
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
+) -> Tensor | Work:
     """Multiplies and sums over ranks; each rank gets its rows of the sum: ``reduce_scatter(x @ weight.T) + bias``.
 
     Partial products leave for their rank while the next ones are computed; the rank's own rows come last.
@@ -76,48 +99,68 @@ def gemm_reduce_scatter(
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
         plan: how to do it; None takes the default. Equal on all ranks.
+        async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
-        ``[M / W, N]`` (or ``[s / W, b, N]``): this rank's rows of the sum (never an average).
+        ``[M / W, N]`` (or ``[s / W, b, N]``): this rank's rows of the sum (never an average). With `async_op` a Work.
 
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).gemm_reduce_scatter(x, weight, bias, plan)
+    comm = Communicator.of(group, _device(x))
+    return comm.gemm_reduce_scatter(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
+def all_gather(
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    plan: PlanSpec | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
+) -> Tensor | Work:
     """Concatenates `x` of all ranks along dim 0.
 
     Args:
         x: at least one dimension, the same shape on every rank; float32, float64, bfloat16 or float16.
-        group, plan: as in `all_gather_gemm`.
+        group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
-        ``[W * x.shape[0], ...]``.
+        ``[W * x.shape[0], ...]``. With `async_op` a Work.
 
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).all_gather(x, plan)
+    return Communicator.of(group, _device(x)).all_gather(x, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    plan: PlanSpec | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
+) -> Tensor | Work:
     """Sums `x` over all ranks and returns this rank's part along dim 0.
 
     Args:
         x: at least one dimension, the same shape on every rank, dim 0 a multiple of the group's size; float32,
             float64, bfloat16 or float16. Low-precision sums are taken in float32 and rounded once (``"direct"``) or
             once a hop (``"ring"``).
-        group, plan: as in `all_gather_gemm`.
+        group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
-        ``[x.shape[0] / W, ...]``, the sum (never an average).
+        ``[x.shape[0] / W, ...]``, the sum (never an average). With `async_op` a Work.
 
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).reduce_scatter(x, plan)
+    return Communicator.of(group, _device(x)).reduce_scatter(
+        x, plan, async_op=async_op, timeout=timeout, streams=streams
+    )
 
 
 def prepare(op: Callable, *args, **kwargs) -> None:

@@ -10,6 +10,7 @@
 
 #include "../group/fd_exchange.h"
 #include "../group/group.h"
+#include "in_flight.h"
 #include "problem.h"
 
 namespace streamoverlap {
@@ -29,11 +30,15 @@ class Backend {
   virtual bool fits(std::int64_t slot_bytes) const = 0;
   // Collective, at the same place in the order of calls on all ranks.
   virtual void grow(std::int64_t slot_bytes, std::chrono::milliseconds timeout) = 0;
-  // Issues the call and returns what is left for the caller to do, which is to wait (empty: nothing; the outputs are
-  // ready in the order of the caller's stream). `problem` must live until then.
-  virtual std::function<void()> issue(const Problem& problem) = 0;
+  // Returns null where nothing is left to do: not asynchronous, and the outputs are ready in the order of the caller's
+  // stream. `problem` and its plan are kept as long as they are used.
+  virtual std::unique_ptr<InFlight> issue(std::shared_ptr<const Problem> problem, const CallOptions& options) = 0;
+  // The stream that calls with these streams end on, as the driver's handle; 0 on the CPU.
+  virtual std::uintptr_t op_stream(const CallOptions& options) const = 0;
   // Collective. All that a call's first use costs, and all that a captured call needs; sends nothing.
   virtual void prepare(const Problem& problem) = 0;
+
+  virtual bool is_idle() const = 0;  // no call is in flight on this rank
 
   // For tests: called before every op, with the number of the call.
   virtual void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) = 0;

@@ -2,10 +2,10 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "../group/signature.h"
 #include "plan_cache.h"
@@ -43,7 +43,8 @@ std::string Communicator::address() const { return exchange_ == nullptr ? "" : e
 
 void Communicator::connect(std::vector<std::string> addresses, double timeout_seconds,
                            [[maybe_unused]] const std::vector<int>& peer_devices,
-                           [[maybe_unused]] AllocateSlots allocate) {
+                           [[maybe_unused]] AllocateSlots allocate, std::function<void(std::int64_t)> on_growth) {
+  on_growth_ = std::move(on_growth);
   std::vector<std::shared_ptr<Segment>> controls = {make_control(config_)};
   if (exchange_ != nullptr) {
     exchange_->connect(std::move(addresses));
@@ -61,59 +62,70 @@ void Communicator::connect(std::vector<std::string> addresses, double timeout_se
 #endif
 }
 
-std::pair<Tensors, std::optional<at::Tensor>> Communicator::all_gather_gemm(const at::Tensor& x, const Tensors& weights,
-                                                                            const OptionalTensors& biases,
-                                                                            bool return_gathered,
-                                                                            const plan::Spec& spec, bool prepare_only) {
-  Problem problem = all_gather_gemm_problem(x, weights, biases, return_gathered, config_.world);
-  run(problem, spec, prepare_only);
+std::tuple<Tensors, std::optional<at::Tensor>, Communicator::WorkPointer> Communicator::all_gather_gemm(
+    const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases, bool return_gathered,
+    const plan::Spec& spec, const CallOptions& options) {
+  const auto problem =
+      std::make_shared<Problem>(all_gather_gemm_problem(x, weights, biases, return_gathered, config_.world));
+  WorkPointer work = run(problem, spec, options);
   std::optional<at::Tensor> gathered;
-  if (return_gathered) gathered = problem.gathered;
-  return {problem.outputs, gathered};
+  if (return_gathered) gathered = problem->gathered;
+  return {problem->outputs, gathered, std::move(work)};
 }
 
-at::Tensor Communicator::gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
-                                             const std::optional<at::Tensor>& bias, const plan::Spec& spec,
-                                             bool prepare_only) {
-  Problem problem = gemm_reduce_scatter_problem(x, weight, bias, config_.world);
-  run(problem, spec, prepare_only);
-  return problem.outputs[0];
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_reduce_scatter(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const plan::Spec& spec,
+    const CallOptions& options) {
+  return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world), spec, options);
 }
 
-at::Tensor Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec, bool prepare_only) {
-  Problem problem = all_gather_problem(x, config_.world);
-  run(problem, spec, prepare_only);
-  return problem.outputs[0];
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec,
+                                                                          const CallOptions& options) {
+  return run_one(all_gather_problem(x, config_.world), spec, options);
 }
 
-at::Tensor Communicator::reduce_scatter(const at::Tensor& x, const plan::Spec& spec, bool prepare_only) {
-  Problem problem = reduce_scatter_problem(x, config_.world);
-  run(problem, spec, prepare_only);
-  return problem.outputs[0];
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::reduce_scatter(const at::Tensor& x,
+                                                                              const plan::Spec& spec,
+                                                                              const CallOptions& options) {
+  return run_one(reduce_scatter_problem(x, config_.world), spec, options);
 }
 
-void Communicator::run(Problem& problem, const plan::Spec& spec, bool prepare_only) {
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::run_one(Problem problem, const plan::Spec& spec,
+                                                                       const CallOptions& options) {
+  const auto shared = std::make_shared<Problem>(std::move(problem));
+  WorkPointer work = run(shared, spec, options);
+  return {shared->outputs[0], std::move(work)};
+}
+
+Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec,
+                                            const CallOptions& options) {
   group_->check();
-  TORCH_CHECK_VALUE(problem.x.device().index() == device_ || device_ < 0, "x is on ", problem.x.device(),
+  TORCH_CHECK_VALUE(problem->x.device().index() == device_ || device_ < 0, "x is on ", problem->x.device(),
                     "; expected cuda:", device_, ", the device of this group's communicator");
-  if (problem.empty()) return;
-  const std::shared_ptr<const plan::Plan> plan = PlanCache::instance().get(spec, config_.rank);
-  problem.call.plan = plan.get();
-  problem.call.signature = signature(spec, problem.shape_key());
-  if (!group_->described(problem.call.signature)) {
-    group_->describe(problem.call.signature, plan::to_string(spec) + " on " + problem.description());
+  const auto work = [&](std::unique_ptr<InFlight> call) {
+    return std::make_shared<Work>(group_, std::move(call), backend_->op_stream(options));
+  };
+  if (problem->empty()) return options.async && !options.prepare_only ? work(nullptr) : nullptr;
+  problem->plan = PlanCache::instance().get(spec, config_.rank);
+  Call& call = problem->call;
+  call.plan = problem->plan.get();
+  call.signature = signature(spec, problem->shape_key());
+  if (!group_->described(call.signature)) {
+    group_->describe(call.signature, plan::to_string(spec) + " on " + problem->description());
   }
-  std::function<void()> wait;
+  std::unique_ptr<InFlight> in_flight;
   {
     const std::lock_guard<std::mutex> lock(order_);
-    if (!backend_->fits(problem.call.slot_bytes())) grow(problem.call.slot_bytes());
-    if (prepare_only) {
-      backend_->prepare(problem);
-    } else {
-      wait = backend_->issue(problem);
+    if (!backend_->fits(call.slot_bytes())) grow(call.slot_bytes());
+    if (options.prepare_only) {
+      backend_->prepare(*problem);
+      return nullptr;
     }
+    in_flight = backend_->issue(problem, options);
   }
-  if (wait) wait();
+  if (options.async) return work(std::move(in_flight));
+  if (in_flight) in_flight->join();
+  return nullptr;
 }
 
 void Communicator::grow(std::int64_t bytes) {
@@ -125,6 +137,7 @@ void Communicator::grow(std::int64_t bytes) {
     abort("could not set up slots of " + std::to_string(bytes) + " bytes: " + error.what());
     throw;
   }
+  if (on_growth_) on_growth_(bytes);
 }
 
 std::int64_t Communicator::slot_bytes() const { return backend_->slot_bytes(); }
@@ -135,8 +148,18 @@ void Communicator::abort(const std::string& cause) {
   AbortRecord record;
   record.kind = AbortKind::Aborted;
   record.culprit = config_.rank;
-  std::memcpy(record.cause, cause.data(), std::min(cause.size(), sizeof record.cause - 1));
+  set_text(record.cause, cause);
   group_->abort(record);
+}
+
+void Communicator::set_report_path(const std::string& path) { group_->set_report_path(path); }
+
+void Communicator::finish(double seconds) {
+  const auto deadline = std::chrono::steady_clock::now() + milliseconds(seconds);
+  while (!group_->aborted() && !backend_->is_idle()) {
+    if (std::chrono::steady_clock::now() > deadline) return abort("its process ended with calls in flight");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void Communicator::check() { group_->check(); }

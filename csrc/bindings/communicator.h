@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "../group/group.h"
 #include "backend.h"
 #include "problem.h"
+#include "work.h"
 
 namespace streamoverlap {
 
@@ -25,28 +27,41 @@ class Communicator {
   ~Communicator();
 
   // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
-  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective).
+  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective). `on_growth` is told the
+  // bytes of a slot whenever slots have grown.
   std::string address() const;
   void connect(std::vector<std::string> addresses, double timeout_seconds, const std::vector<int>& peer_devices,
-               AllocateSlots allocate);
+               AllocateSlots allocate, std::function<void(std::int64_t)> on_growth);
 
-  // `prepare_only`: validate and prepare the call, and return outputs with nothing in them.
-  std::pair<Tensors, std::optional<at::Tensor>> all_gather_gemm(const at::Tensor& x, const Tensors& weights,
-                                                                const OptionalTensors& biases, bool return_gathered,
-                                                                const plan::Spec& spec, bool prepare_only);
-  at::Tensor gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                 const plan::Spec& spec, bool prepare_only);
-  at::Tensor all_gather(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
-  at::Tensor reduce_scatter(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
+  // The Work is null unless options.async.
+  using WorkPointer = std::shared_ptr<Work>;
+  std::tuple<Tensors, std::optional<at::Tensor>, WorkPointer> all_gather_gemm(const at::Tensor& x,
+                                                                              const Tensors& weights,
+                                                                              const OptionalTensors& biases,
+                                                                              bool return_gathered,
+                                                                              const plan::Spec& spec,
+                                                                              const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
+                                                         const std::optional<at::Tensor>& bias, const plan::Spec& spec,
+                                                         const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> all_gather(const at::Tensor& x, const plan::Spec& spec,
+                                                const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> reduce_scatter(const at::Tensor& x, const plan::Spec& spec,
+                                                    const CallOptions& options);
 
   std::int64_t slot_bytes() const;
   void set_timeout(double seconds);
   void abort(const std::string& cause);
+  void set_report_path(const std::string& path);
+  // Waits for calls in flight, and aborts those that have not ended then: the process is about to end.
+  void finish(double seconds);
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
+  Group& group() const { return *group_; }  // from connect() on
 
  private:
-  void run(Problem& problem, const plan::Spec& spec, bool prepare_only);
+  WorkPointer run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec, const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> run_one(Problem problem, const plan::Spec& spec, const CallOptions& options);
   void grow(std::int64_t bytes);
 
   GroupConfig config_;
@@ -54,6 +69,7 @@ class Communicator {
   std::shared_ptr<FdExchange> exchange_;  // none in a group of one
   std::shared_ptr<Group> group_;          // from connect() on
   std::unique_ptr<Backend> backend_;
+  std::function<void(std::int64_t)> on_growth_;
   std::mutex order_;  // of calls, and of growth among them
 };
 

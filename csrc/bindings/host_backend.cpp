@@ -1,3 +1,4 @@
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -7,6 +8,23 @@
 
 namespace streamoverlap {
 namespace {
+
+class HostCall : public InFlight {
+ public:
+  explicit HostCall(std::shared_ptr<host::Pending> pending) : pending_(std::move(pending)) {}
+
+  void join() override {
+    pending_->wait();
+    joined_ = true;
+  }
+  bool is_completed() override { return joined_ || pending_->ended()->reached(); }
+  bool wait_until(Clock::time_point deadline) override { return joined_ || pending_->ended()->wait_until(deadline); }
+  void check() override { pending_->check(); }
+
+ private:
+  const std::shared_ptr<host::Pending> pending_;
+  std::atomic<bool> joined_{false};  // the streams need a moment more to come to their ends
+};
 
 class HostBackend : public Backend {
  public:
@@ -26,12 +44,17 @@ class HostBackend : public Backend {
     executor_.use_slots(std::move(segments), slot_bytes);
   }
 
-  std::function<void()> issue(const Problem& problem) override {
-    auto pending = executor_.issue(problem.call, std::make_shared<HostCompute>(problem), streams_);
-    return [pending = std::move(pending)] { pending->wait(); };
+  std::unique_ptr<InFlight> issue(std::shared_ptr<const Problem> problem, const CallOptions& options) override {
+    const Call& call = problem->call;
+    auto pending = executor_.issue(call, std::make_shared<HostCompute>(std::move(problem)), streams_, options.timeout);
+    return std::make_unique<HostCall>(std::move(pending));
   }
 
+  std::uintptr_t op_stream(const CallOptions&) const override { return 0; }
+
   void prepare(const Problem&) override {}
+
+  bool is_idle() const override { return executor_.is_idle(); }
 
   void set_before_op(host::BeforeOp hook) override { executor_.set_before_op(std::move(hook)); }
 

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ struct Problem {
   at::Tensor gathered;                            // where asked for
   std::int64_t shard_rows = 0;
   Call call;  // all but the plan's own fields: views and shard_rows
+  std::shared_ptr<const plan::Plan> plan;  // that of `call`
 
   std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan
   std::string description() const;              // for messages

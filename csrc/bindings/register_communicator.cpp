@@ -1,38 +1,61 @@
 #include <pybind11/functional.h>
 #include <torch/extension.h>
 
+#include <chrono>
+#include <cmath>
+#include <optional>
+
 #include "communicator.h"
 #include "modules.h"
 #include "test_hook.h"
+#ifdef STREAMOVERLAP_WITH_CUDA
+#include "../cuda/streams.h"
+#endif
 
 namespace py = pybind11;
 
 namespace streamoverlap {
 namespace {
 
-// AbortError becomes the Python class of its kind, with its fields as attributes.
-[[noreturn]] void raise(const AbortError& error) {
+constexpr std::chrono::milliseconds kReportWait{200};  // the watchdog looks every few milliseconds
+
+// AbortError becomes the Python class of its kind, with its fields and what the watchdog saw as attributes.
+[[noreturn]] void raise(const AbortError& error, Group& group) {
+  const std::string report = group.report(kReportWait);
   const py::gil_scoped_acquire gil;
   const char* name = error.kind == AbortKind::PeerTimeout ? "PeerTimeoutError"
                      : error.kind == AbortKind::Mismatch  ? "MismatchError"
                                                           : "CommunicatorError";
-  const py::object type = py::module_::import("streamoverlap.errors").attr(name);
-  const py::object value = type(error.what(), error.group, error.op, error.peer, error.elapsed);
-  PyErr_SetObject(type.ptr(), value.ptr());
+  const py::module_ errors = py::module_::import("streamoverlap.errors");
+  const py::object value =
+      errors.attr(name)(error.what(), error.group, error.op, error.peer, error.elapsed, report);
+  if (group.first_to_ask()) errors.attr("log_failure")(value);
+  PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
   throw py::error_already_set();
 }
 
 // A method without the GIL, whose errors are Python's: torch's own wrapper turns c10's into TypeError, ValueError, ...
-template <class Result, class... Args>
-auto released(Result (Communicator::*method)(Args...)) {
-  return torch::wrap_pybind_function_no_gil([method](Communicator& self, Args... args) -> Result {
+template <class Self, class Result, class... Args>
+auto released(Result (Self::*method)(Args...)) {
+  return torch::wrap_pybind_function_no_gil([method](Self& self, Args... args) -> Result {
     try {
       return (self.*method)(std::forward<Args>(args)...);
     } catch (const AbortError& error) {
-      raise(error);
+      raise(error, self.group());
     }
   });
 }
+
+// Streams may wait for the GIL to let go of a tensor, and destructors for streams.
+struct WithoutGil {
+  template <class T>
+  void operator()(T* object) const {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    delete object;
+  }
+};
+using no_gil = py::call_guard<py::gil_scoped_release>;
 
 // allocate(bytes) returns (owner, address by rank); both callable and owner are let go with the GIL held.
 std::shared_ptr<void> owned(py::object object) {
@@ -59,36 +82,64 @@ AllocateSlots from_python(const py::object& allocate) {
 }  // namespace
 
 void register_communicator(py::module_& m) {
+  py::class_<CallOptions> options(m, "CallOptions");
+  options.def(py::init([](bool prepare_only, bool async_op, double timeout) {
+                CallOptions made;
+                made.prepare_only = prepare_only;
+                made.async = async_op;
+                made.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(timeout * 1000)));
+                return made;
+              }),
+              py::arg("prepare_only"), py::arg("async_op"), py::arg("timeout"));
+#ifdef STREAMOVERLAP_WITH_CUDA
+  register_streams(m);
+  options.def_readwrite("streams", &CallOptions::streams);
+#endif
+
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("join", released(&Work::join))
+      .def("wait_for", released(&Work::wait_for), py::arg("seconds"))
+      .def("is_completed", released(&Work::is_completed))
+      .def("check", released(&Work::check))
+      .def("stream", &Work::stream);
+
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init<std::string, int, int, double, int>(), py::arg("group_name"), py::arg("rank"), py::arg("world"),
-           py::arg("timeout"), py::arg("device") = -1)
+      .def(py::init([](std::string group_name, int rank, int world, double timeout, int device) {
+             auto made = std::make_unique<Communicator>(std::move(group_name), rank, world, timeout, device);
+             return std::shared_ptr<Communicator>(made.release(), WithoutGil());
+           }),
+           py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"), py::arg("device") = -1)
       .def("address", &Communicator::address)
       .def(
           "connect",
           [](Communicator& self, std::vector<std::string> addresses, double timeout, const std::vector<int>& devices,
-             const py::object& allocate) {
+             const py::object& allocate, std::function<void(std::int64_t)> on_growth) {
             AllocateSlots allocate_slots = from_python(allocate);
             const py::gil_scoped_release no_gil;
-            self.connect(std::move(addresses), timeout, devices, std::move(allocate_slots));
+            self.connect(std::move(addresses), timeout, devices, std::move(allocate_slots), std::move(on_growth));
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("peer_devices") = std::vector<int>{},
-          py::arg("allocate") = py::none())
+          py::arg("allocate") = py::none(), py::arg("on_growth") = py::none())
       .def("all_gather_gemm", released(&Communicator::all_gather_gemm))
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
-      .def("slot_bytes", &Communicator::slot_bytes)
-      .def("set_timeout", &Communicator::set_timeout, py::arg("seconds"))
-      .def("abort", &Communicator::abort, py::arg("cause"))
+      .def("slot_bytes", &Communicator::slot_bytes, no_gil())
+      .def("set_timeout", &Communicator::set_timeout, py::arg("seconds"), no_gil())
+      .def("set_report_path", &Communicator::set_report_path, py::arg("path"), no_gil())
+      .def("abort", &Communicator::abort, py::arg("cause"), no_gil())
+      .def("finish", released(&Communicator::finish), py::arg("seconds"))
       .def("check", released(&Communicator::check))
       .def(
           "set_test_hook",
           [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,
              std::int64_t kill_at, std::int64_t stop_at) {
+            const py::gil_scoped_release released;
             self.set_before_op(make_hook({seed, max_delay_ms, std::move(streams), kill_at, stop_at}));
           },
           py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"), py::arg("kill_at"), py::arg("stop_at"))
-      .def("clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); });
+      .def(
+          "clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); }, no_gil());
 
 #ifdef STREAMOVERLAP_WITH_CUDA
   m.attr("WITH_CUDA") = true;

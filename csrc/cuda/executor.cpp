@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "check.h"
+#include "quarantine.h"
 
 namespace streamoverlap::cuda {
 namespace {
@@ -18,14 +19,6 @@ using std::chrono::milliseconds;
 
 constexpr std::chrono::microseconds kPoll{50};
 constexpr milliseconds kAbortedDrain{10'000};  // the watchdog releases what waits within some milliseconds
-
-std::optional<unsigned long long> capture_of(const CUDAStream& stream) {
-  cudaStreamCaptureStatus status{};
-  unsigned long long id = 0;
-  STREAMOVERLAP_CHECK(cudaStreamGetCaptureInfo(stream.stream(), &status, &id));
-  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
-  return id;
-}
 
 }  // namespace
 
@@ -39,6 +32,7 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
     throw std::invalid_argument("group '" + group_->name() + "' has " + std::to_string(group_->layout().slots()) +
                                 " slots, expected " + std::to_string(kSlots));
   }
+  sweep_quarantine();
   const c10::cuda::CUDAGuard guard(device_);
   resources_ = std::make_unique<Resources>(*group_, device_);
   group_->on_abort([this] { return release(); });
@@ -52,7 +46,10 @@ Executor::~Executor() {
   }
   group_->on_abort(nullptr);
   // Memory that a stream may still use is better lost than given to somebody else.
-  if (is_idle) return;
+  if (is_idle) {
+    if (group_->aborted()) quarantine(*group_, {resources_->eager.take_owners(), resources_->captured.take_owners()});
+    return;
+  }
   static_cast<void>(resources_.release());
   static_cast<void>(new std::shared_ptr<Group>(group_));
 }
@@ -67,6 +64,12 @@ void Executor::use_slots(Lane::Use use, const std::vector<std::byte*>& bases, st
 std::int64_t Executor::slot_bytes(Lane::Use use) const {
   const std::lock_guard<std::mutex> lock(issue_);
   return lane(use).slot_bytes();
+}
+
+bool Executor::is_idle() const {
+  const std::lock_guard<std::mutex> lock(issue_);
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  return idle();
 }
 
 void Executor::drain() {
@@ -112,13 +115,10 @@ bool Executor::idle() const {
 // Called by the watchdog after an abort, again and again: a call may start later, and graphs may be replayed still.
 // What awaits a flag gets it by a plain store, which works while the driver is blocked.
 bool Executor::release() {
-  const std::lock_guard<std::mutex> lock(awaited_mutex_);
   const Control own = group_->own();
   for (int slot = 0; slot < kSlots; ++slot) {
     const std::uint32_t signature = own.progress(slot).running.load(std::memory_order_acquire) & kSignatureMask;
-    const auto found = awaited_.find(signature);
-    if (found == awaited_.end()) continue;
-    for (const plan::Flag& flag : found->second) {
+    for (const plan::Flag& flag : group_->awaited(signature)) {
       own.flag(slot, flag).store(set_value(flag, signature), std::memory_order_release);
     }
   }
@@ -179,7 +179,7 @@ void Executor::validate_streams(const Steps& steps, const StreamSet& set, const 
 }
 
 void Executor::issue(const Call& call, const Operands& operands, const CUDAStream& current, StreamSet* streams,
-                     milliseconds timeout) {
+                     milliseconds timeout, at::cuda::CUDAEvent* end) {
   const std::lock_guard<std::mutex> lock(issue_);
   group_->check();
   validate(call, operands);
@@ -216,38 +216,59 @@ void Executor::issue(const Call& call, const Operands& operands, const CUDAStrea
 
   group_->own().head().issued.store(++calls_, std::memory_order_relaxed);
   ++calls;
-  const Issue issue{prepared->steps,          operands, lane,    lane.bases(slot, call),
-                    lane.first_slot() + slot, set,      current, capture.has_value()};
-  if (capture) {
-    // A graph runs its branches in any order; calls on parallel branches would be in another order on another rank.
-    if (capture_.calls > 1) capture_.last.block(current);
-    run(issue, timeout);
-    capture_.last.record(current);
-    return;
-  }
+  const Issue issue{prepared->steps,
+                    operands,
+                    lane,
+                    lane.bases(slot, call),
+                    lane.first_slot() + slot,
+                    set,
+                    current,
+                    end ? set.at(plan::kRecv) : current,
+                    call.signature,
+                    timeout,
+                    capture.has_value()};
+  // A graph runs its branches in any order; calls on parallel branches would be in another order on another rank. So
+  // each call of a capture follows the one before, and the first none.
+  at::cuda::CUDAEvent& previous = capture ? capture_.last : lane.last_use(slot);
   try {
-    lane.last_use(slot).block(current);
-    run(issue, timeout);
-    lane.last_use(slot).record(current);
+    if (!capture || capture_.calls > 1) follow(issue, previous);
+    if (end) {
+      end->record(current);
+      end->block(issue.last);
+    }
+    run(issue);
+    previous.record(issue.last);
+    if (end) end->record(issue.last);
   } catch (const std::exception& error) {
-    fail(issue, call.signature, error.what());
+    if (!capture) fail(issue, error.what());
     throw;
   }
 }
 
-// `current` is joined with every stream that touches the caller's memory, so what the allocator does with that memory
-// afterwards on `current`, where it belongs, is ordered after the call: no record_stream, also for inputs freed now.
-void Executor::run(const Issue& issue, milliseconds timeout) {
-  const auto on = [&issue](plan::Stream role) -> const CUDAStream& {
-    return role == plan::kMain ? issue.current : issue.streams.at(role);
+// An asynchronous call must not hold up `current`, so the streams that carry it wait themselves.
+void Executor::follow(const Issue& issue, at::cuda::CUDAEvent& previous) const {
+  if (&issue.last == &issue.current) return previous.block(issue.current);
+  previous.block(issue.last);
+  for (plan::Stream role = plan::kSend; role < plan::kMaxStreams; ++role) {
+    if (issue.steps.streams >> role & 1u) previous.block(issue.streams.at(role));
+  }
+}
+
+// `last` is joined with every stream that touches the caller's memory. Where it is `current`, what the allocator does
+// with that memory afterwards on `current`, where it belongs, is ordered after the call: no record_stream, also for
+// inputs freed now. Where it is not, the caller keeps the memory.
+void Executor::run(const Issue& issue) {
+  const auto on = [&issue](const Step& step) -> const CUDAStream& {
+    if (step.stream != plan::kMain) return issue.streams.at(step.stream);
+    return step.join ? issue.last : issue.current;
   };
-  if (timeout.count() > 0) write_timeout(issue, timeout);
+  write_progress(issue, issue.signature, issue.timeout);
   MemoryOp* const memory = issue.steps.memory[issue.slot].data();
   const ReadyGemm* gemm = ready_gemms_.data();
   const auto products = std::count_if(issue.operands.weights.begin(), issue.operands.weights.end(),
                                       [](const Weight& weight) { return weight.n > 0; });
   for (const Step& step : issue.steps.steps) {
-    const CUDAStream& stream = on(step.stream);
+    const CUDAStream& stream = on(step);
     switch (step.kind) {
       case Step::Kind::Gemm:
         for (auto i = products; i > 0; --i, ++gemm) {
@@ -271,21 +292,28 @@ void Executor::run(const Issue& issue, milliseconds timeout) {
         break;
     }
   }
-  if (timeout.count() > 0) write_timeout(issue, milliseconds{0});
+  write_progress(issue, 0, milliseconds{0});
 }
 
-void Executor::write_timeout(const Issue& issue, milliseconds timeout) const {
-  MemoryOp op = write_value(resources_->controls.word(group_->rank(), group_->layout().timeout_offset(issue.slot)),
-                            static_cast<std::uint32_t>(timeout.count()));
-  enqueue(&op, 1, issue.current.stream(), issue.capturing);
+// Before a call starts, its timeout and then its signature; after it has ended, 0 for both.
+void Executor::write_progress(const Issue& issue, std::uint32_t running, milliseconds timeout) const {
+  const Layout& layout = group_->layout();
+  const auto word = [&](std::size_t offset) { return resources_->controls.word(group_->rank(), offset); };
+  std::array<MemoryOp, 2> ops;
+  int count = 0;
+  if (issue.timeout.count() > 0) {
+    ops[count++] = write_value(word(layout.timeout_offset(issue.slot)), static_cast<std::uint32_t>(timeout.count()));
+  }
+  ops[count++] = write_value(word(layout.running_offset(issue.slot)), running);
+  enqueue(ops.data(), count, issue.last.stream(), issue.capturing);
 }
 
 // Part of a call is on the streams: peers cannot finish it, and the caller's memory may be in use. The watchdog
 // releases what waits; `current` comes after it.
-void Executor::fail(const Issue& issue, std::uint32_t signature, const char* cause) noexcept {
+void Executor::fail(const Issue& issue, const char* cause) noexcept {
   try {
     AbortRecord record;
-    record.signature = signature;
+    record.signature = issue.signature;
     record.culprit = group_->rank();
     set_text(record.cause, cause);
     group_->abort(record);

@@ -50,10 +50,17 @@ class Executor {
 
   // Enqueues a call; its outputs are valid on `current`. Prepares it if need be; in a capture that is an error instead.
   // The plan must live as long as this. `streams`: null for the private set; in a capture always the private one, since
-  // a graph has no streams. `timeout` 0: the group's.
+  // a graph has no streams. `timeout` 0: the group's. With `end` the call is asynchronous: `current` goes on at once,
+  // nothing of it waits for the exchange, and `end` is recorded where the call ends, on the recv stream. What the call
+  // uses must be kept until then, or until `current` waits for it.
   // Throws AbortError on a group that has failed, std::invalid_argument on a call that does not fit.
   void issue(const Call& call, const Operands& operands, const c10::cuda::CUDAStream& current,
-             StreamSet* streams = nullptr, std::chrono::milliseconds timeout = std::chrono::milliseconds{0});
+             StreamSet* streams = nullptr, std::chrono::milliseconds timeout = std::chrono::milliseconds{0},
+             at::cuda::CUDAEvent* end = nullptr);
+
+  const StreamSet& streams(Lane::Use use) const { return lane(use).streams(); }
+
+  bool is_idle() const;  // no call is in flight
 
   // Until no eager call is in flight. Throws AbortError, or std::runtime_error after the group's timeout.
   void drain();
@@ -95,6 +102,9 @@ class Executor {
     int slot;  // of the group's layout
     StreamSet& streams;
     const c10::cuda::CUDAStream& current;
+    const c10::cuda::CUDAStream& last;  // where the call ends: `current`, or a stream of the set
+    std::uint32_t signature;
+    std::chrono::milliseconds timeout;
     bool capturing;
   };
 
@@ -108,9 +118,10 @@ class Executor {
   void rehearse(const Call& call, const Operands& operands, const Steps& steps);
   bool find_gemms(const Steps& steps, const Operands& operands, const Bases& bases);
 
-  void run(const Issue& issue, std::chrono::milliseconds timeout);
-  void write_timeout(const Issue& issue, std::chrono::milliseconds timeout) const;
-  void fail(const Issue& issue, std::uint32_t signature, const char* cause) noexcept;
+  void follow(const Issue& issue, at::cuda::CUDAEvent& previous) const;
+  void run(const Issue& issue);
+  void write_progress(const Issue& issue, std::uint32_t running, std::chrono::milliseconds timeout) const;
+  void fail(const Issue& issue, const char* cause) noexcept;
 
   bool idle() const;
   bool wait_until(const std::function<bool()>& done, std::chrono::milliseconds timeout) const;
@@ -129,10 +140,6 @@ class Executor {
   std::unordered_map<std::uint32_t, Prepared> prepared_;
   std::vector<ReadyGemm> ready_gemms_;  // of the call being issued, in the order of steps
   Capture capture_;
-
-  // For the watchdog: never held over a call of CUDA.
-  std::mutex awaited_mutex_;
-  std::unordered_map<std::uint32_t, std::vector<plan::Flag>> awaited_;  // by signature
 };
 
 }  // namespace streamoverlap::cuda

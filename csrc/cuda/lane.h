@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../group/call.h"
@@ -34,6 +35,7 @@ class Lane {
   // bases[r]: where rank r's slots of this lane start, one after the other, in this process. `owner` keeps them.
   void use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes, std::shared_ptr<void> owner);
   std::int64_t slot_bytes() const { return slot_bytes_; }
+  std::vector<std::shared_ptr<void>> take_owners() { return std::exchange(owners_, {}); }
 
   bool has_room(const Call& call, const Steps& steps) const;
   void reserve(const Call& call, const Steps& steps);  // all but slots; no eager call may be in flight

@@ -54,10 +54,7 @@ void Executor::prepare_locked(const Call& call, const Operands& operands) {
   if (resources_->captured.slot_bytes() > 0) resources_->captured.reserve(call, steps);
   if (!find_gemms(steps, operands, resources_->eager.bases(0, call)) || !known) rehearse(call, operands, steps);
   if (known) return;
-  {
-    const std::lock_guard<std::mutex> lock(awaited_mutex_);
-    awaited_[call.signature] = steps.awaited;
-  }
+  group_->set_awaited(call.signature, steps.awaited);
   prepared_.insert_or_assign(call.signature, std::move(fresh));
 }
 

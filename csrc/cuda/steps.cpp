@@ -19,9 +19,12 @@ class Compiler {
   }
 
   Steps compile() {
-    set_running(plan::kMain, call_.signature);
-    for (const Op& op : call_.plan->ops) add(op);
-    set_running(plan::kMain, 0);
+    const std::vector<Op>& ops = call_.plan->ops;
+    const std::size_t join = join_begin(*call_.plan);
+    for (std::size_t i = 0; i < ops.size(); ++i) {
+      in_join_ = i >= join;
+      add(ops[i]);
+    }
     return std::move(steps_);
   }
 
@@ -52,6 +55,8 @@ class Compiler {
     Step step;
     step.kind = kind;
     step.stream = stream;
+    step.join = in_join_;
+    if (stream != plan::kMain) steps_.streams |= 1u << stream;
     steps_.steps.push_back(step);
     steps_.compute_streams = std::max(steps_.compute_streams, stream - plan::kCompute + 1);
     return steps_.steps.back();
@@ -137,12 +142,14 @@ class Compiler {
   const Layout& layout_;
   const RegisteredControls& controls_;
   Steps steps_;
+  bool in_join_ = false;
   bool received_ = false;
 };
 
 }  // namespace
 
 Steps compile(const Call& call, const Layout& layout, const RegisteredControls& controls) {
+  require_recorded_events(*call.plan);
   return Compiler(call, layout, controls).compile();
 }
 

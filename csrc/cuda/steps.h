@@ -28,6 +28,7 @@ struct Step {
 
   Kind kind = Kind::Record;
   plan::Stream stream = plan::kMain;
+  bool join = false;                       // of main: what an async call leaves to others; see join_begin
   bool bias = false;                       // Gemm
   int event = -1;                          // Record, Wait
   int first = 0, count = 0;                // Reduce: terms; Memory: operations
@@ -43,7 +44,8 @@ struct Steps {
   std::vector<std::vector<MemoryOp>> memory;  // by slot
   std::vector<plan::Flag> awaited;            // flags of this rank
   int events = 0;
-  int compute_streams = 0;  // that the plan uses
+  unsigned streams = 0;     // that the plan uses besides main: a bit for each role
+  int compute_streams = 0;  // up to the last one it uses
   int workspaces = 0;       // compute streams up to the last one that multiplies
 };
 

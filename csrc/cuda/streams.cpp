@@ -14,6 +14,14 @@ namespace streamoverlap::cuda {
 
 using c10::cuda::CUDAStream;
 
+std::optional<unsigned long long> capture_of(const CUDAStream& stream) {
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  STREAMOVERLAP_CHECK(cudaStreamGetCaptureInfo(stream.stream(), &status, &id));
+  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
+  return id;
+}
+
 std::shared_ptr<StreamSet> StreamSet::make(c10::DeviceIndex device) {
   const c10::cuda::CUDAGuard guard(device);
   int lowest = 0, highest = 0;

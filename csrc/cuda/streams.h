@@ -6,11 +6,15 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../plan/plan.h"
 
 namespace streamoverlap::cuda {
+
+// The capture that the stream is in, if any.
+std::optional<unsigned long long> capture_of(const c10::cuda::CUDAStream& stream);
 
 class StreamSet {
  public:

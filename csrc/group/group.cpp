@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <fstream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -74,6 +75,17 @@ std::string Group::text(std::uint32_t signature) const {
   return found != texts_.end() ? found->second : "";
 }
 
+void Group::set_awaited(std::uint32_t signature, std::vector<plan::Flag> flags) {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  awaited_[signature] = std::move(flags);
+}
+
+std::vector<plan::Flag> Group::awaited(std::uint32_t signature) const {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  const auto found = awaited_.find(signature);
+  return found != awaited_.end() ? found->second : std::vector<plan::Flag>{};
+}
+
 bool Group::abort(AbortRecord record) {
   std::uint32_t free = 0;
   if (!abort_word().compare_exchange_strong(free, kAbortClaimed)) return false;
@@ -110,6 +122,35 @@ AbortError Group::error(std::uint32_t own_signature) const {
 
 void Group::check() const {
   if (aborted()) throw error();
+}
+
+void Group::set_report_path(std::string path) {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  report_path_ = std::move(path);
+}
+
+void Group::publish_report(std::string report) {
+  std::string path;
+  {
+    std::lock_guard<std::mutex> lock(texts_mutex_);
+    path = report_path_;
+  }
+  if (!path.empty()) {
+    std::ofstream file(path, std::ios::app);
+    file << report << std::endl;
+    report += file ? "written to " + path : "could not be written to " + path;
+  }
+  {
+    std::lock_guard<std::mutex> lock(texts_mutex_);
+    report_ = std::move(report);
+  }
+  reported_.notify_all();
+}
+
+std::string Group::report(std::chrono::milliseconds wait) const {
+  std::unique_lock<std::mutex> lock(texts_mutex_);
+  reported_.wait_for(lock, wait, [this] { return !report_.empty(); });
+  return report_;
 }
 
 void Group::on_abort(std::function<bool()> release) { watchdog_->on_abort(std::move(release)); }

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -50,6 +51,7 @@ class Group {
   const Layout& layout() const { return layout_; }
   Control control(int rank) const { return Control(controls_[rank]->data(), layout_); }
   Control own() const { return control(rank()); }
+  const std::vector<std::shared_ptr<Segment>>& controls() const { return controls_; }
   std::size_t control_bytes() const { return controls_[rank()]->bytes(); }  // whole pages, for cuMemHostRegister
 
   std::chrono::milliseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
@@ -59,6 +61,9 @@ class Group {
   void describe(std::uint32_t signature, const std::string& text);
   bool described(std::uint32_t signature) const;
   std::string text(std::uint32_t signature) const;
+  // The flags that a call of this signature awaits on this rank, told by executors whose waits no thread makes.
+  void set_awaited(std::uint32_t signature, std::vector<plan::Flag> flags);
+  std::vector<plan::Flag> awaited(std::uint32_t signature) const;  // empty where nobody has told
 
   // The abort word. It is set before any flag is released, and once set nothing of this group is used again.
   bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
@@ -71,6 +76,13 @@ class Group {
   // It must call nothing of CUDA and take no lock that a blocked call holds. An empty function takes it away.
   void on_abort(std::function<bool()> release);
 
+  // What the watchdog saw when the group failed, for a person to read. It is also written to `path`, if given before.
+  void set_report_path(std::string path);
+  void publish_report(std::string report);
+  // Waits up to `wait` for it; empty where there is none then.
+  std::string report(std::chrono::milliseconds wait = std::chrono::milliseconds{0}) const;
+  bool first_to_ask() { return !asked_.exchange(true); }  // so that it is logged once
+
  private:
   Word& abort_word() const { return control(0).head().abort; }
 
@@ -78,8 +90,13 @@ class Group {
   Layout layout_;
   std::vector<std::shared_ptr<Segment>> controls_;
   std::atomic<std::chrono::milliseconds> timeout_;
+  // Never held over a call that may block: the watchdog takes it.
   mutable std::mutex texts_mutex_;
   std::map<std::uint32_t, std::string> texts_;
+  std::map<std::uint32_t, std::vector<plan::Flag>> awaited_;
+  mutable std::condition_variable reported_;
+  std::string report_path_, report_;
+  std::atomic<bool> asked_{false};
   std::unique_ptr<Watchdog> watchdog_;  // last: its thread uses all of the above
 };
 

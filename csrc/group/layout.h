@@ -16,7 +16,7 @@
 namespace streamoverlap {
 
 inline constexpr std::uint32_t kMagic = 0x534f5650;
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 inline constexpr int kMaxSlots = 64;
 inline constexpr std::size_t kCacheLine = 64;
 
@@ -81,8 +81,19 @@ struct ControlHead {
 struct alignas(kCacheLine) SlotProgress {
   Word running;
   Word timeout_ms;   // of the running call; 0: the group's
-  Word awaiting[2];  // by plan::FlagKind: 1 + the peer a host thread waits for (diagnostics)
+  Word awaiting[2];  // by plan::FlagKind: the flag a host thread waits for, or 0 (diagnostics); see awaited_flag
 };
+
+// A flag of known kind and owner in a word of SlotProgress::awaiting; never 0.
+inline std::uint32_t awaiting_value(const plan::Flag& flag) {
+  return static_cast<std::uint32_t>(flag.index) << 8 | static_cast<std::uint32_t>(flag.setter() + 1);
+}
+inline int awaited_setter(std::uint32_t value) { return static_cast<int>(value & 0xff) - 1; }
+inline plan::Flag awaited_flag(plan::FlagKind kind, int owner, std::uint32_t value) {
+  const int setter = awaited_setter(value), index = static_cast<int>(value >> 8);
+  return kind == plan::FlagKind::Full ? plan::Flag{kind, setter, owner, index} : plan::Flag{kind, owner, setter, index};
+}
+static_assert(plan::kMaxWorld < 0xff, "a rank must fit into 8 bits");
 
 class Layout {
  public:

@@ -44,7 +44,10 @@ void Watchdog::run() {
 
 void Watchdog::poll() {
   group_.own().head().heartbeat.fetch_add(1, std::memory_order_relaxed);
-  if (group_.aborted()) return release();
+  if (group_.aborted()) {
+    if (!told_) tell();
+    return release();
+  }
   watch_peers();
   for (int slot = 0; slot < group_.layout().slots(); ++slot) watch_slot(slot);
 }
@@ -104,6 +107,7 @@ void Watchdog::timed_out(int slot, std::uint32_t running, Seconds elapsed, bool 
   if (suspect.rank < 0 && !last_chance) return;
   record.culprit = suspect.rank;
   set_text(record.cause, suspect.cause);
+  state_at_failure_ = state();
   if (group_.own().progress(slot).running.load(std::memory_order_acquire) == running) group_.abort(record);
 }
 
@@ -147,8 +151,8 @@ int Watchdog::end_of_wait_chain(int slot) const {
     const auto full = progress.awaiting[static_cast<int>(plan::FlagKind::Full)].load(std::memory_order_relaxed);
     const auto empty = progress.awaiting[static_cast<int>(plan::FlagKind::Empty)].load(std::memory_order_relaxed);
     const std::uint32_t next = full ? full : empty;
-    if (next == 0 || next > static_cast<std::uint32_t>(group_.world())) return rank;
-    rank = static_cast<int>(next) - 1;
+    if (next == 0 || awaited_setter(next) >= group_.world()) return rank;
+    rank = awaited_setter(next);
   }
   return -1;
 }

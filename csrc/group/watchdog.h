@@ -45,11 +45,16 @@ class Watchdog {
   Suspect suspect(int slot, std::uint32_t signature) const;
   int end_of_wait_chain(int slot) const;
   void release();
+  void tell();
+  std::string state() const;
+  std::string state_of(int rank) const;
 
   Group& group_;
   Seconds clock_{0};  // time as this thread lived it: a stopped and continued process has not waited
   std::vector<Peer> peers_;
   std::vector<Seconds> since_;  // by slot: when the running call was first seen
+  std::string state_at_failure_;  // where this rank has reported it: before its flags were released
+  bool told_ = false;
   std::mutex release_mutex_;
   std::function<bool()> release_;
   std::atomic<bool> stop_{false};

@@ -1,6 +1,7 @@
 // A point in a stream that others can wait for. A plan records each of its events once.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
@@ -16,6 +17,11 @@ class Event {
   void wait() const {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
+  }
+  // False: not reached by then.
+  bool wait_until(std::chrono::steady_clock::time_point deadline) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_until(lock, deadline, [this] { return reached_; });
   }
   bool reached() const {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,5 +1,6 @@
 #include "executor.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -35,6 +36,12 @@ std::int64_t Executor::slot_bytes() const {
   return memory_ ? memory_->slot_bytes : 0;
 }
 
+bool Executor::is_idle() const {
+  std::lock_guard<std::mutex> lock(issue_);
+  return std::all_of(slots_.begin(), slots_.end(),
+                     [](const Slot& slot) { return !slot.ended || slot.ended->reached(); });
+}
+
 void Executor::set_before_op(BeforeOp hook) {
   std::lock_guard<std::mutex> lock(issue_);
   before_op_ = std::move(hook);
@@ -47,6 +54,7 @@ void Executor::validate(const Call& call) const {
                                 std::to_string(plan.spec.world) + ", the group's is rank " +
                                 std::to_string(group_->rank()) + " of " + std::to_string(group_->world()));
   }
+  require_recorded_events(plan);
   const std::int64_t available = memory_ ? memory_->slot_bytes : 0;
   if (group_->world() > 1 && call.slot_bytes() > available) {
     throw std::invalid_argument("call needs a slot of " + std::to_string(call.slot_bytes()) + " bytes, slots have " +

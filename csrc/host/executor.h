@@ -36,6 +36,8 @@ class Executor {
   std::shared_ptr<Pending> issue(const Call& call, std::shared_ptr<Compute> compute, const StreamSet& streams,
                                  std::chrono::milliseconds timeout = std::chrono::milliseconds{0});
 
+  bool is_idle() const;  // no call is in flight
+
   // For tests: called before every op, with the number of the call, on the thread that will do it.
   void set_before_op(BeforeOp hook);
 

@@ -1,6 +1,5 @@
 #include "pending.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -19,15 +18,19 @@ Pending::Pending(const Call& call, PendingConfig config)
 
 void Pending::start(const StreamSet& streams) {
   std::array<Ops, plan::kMaxStreams> ops;
-  for (const Op& op : call_.plan->ops) ops[op.stream].push_back(&op);
+  const std::vector<Op>& all = call_.plan->ops;
+  const std::size_t join = join_begin(*call_.plan);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    (all[i].stream == plan::kMain && i >= join ? main_ : ops[all[i].stream]).push_back(&all[i]);
+  }
 
   const auto used = [&ops](plan::Stream stream) { return !ops[stream].empty(); };
   for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) remaining_ += used(stream);
-  group_.own().progress(config_.slot).running.store(call_.signature, std::memory_order_release);
   if (remaining_ == 0) finish();
   for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) {
     if (!used(stream)) continue;
     streams.at(stream).enqueue([self = shared_from_this(), ops = std::move(ops[stream])] {
+      self->begin();
       self->run(ops);
       // Release alone: a stream that ends must not seem to wait for the others (the plan says who waits for whom).
       if (self->remaining_.fetch_sub(1, std::memory_order_release) != 1) return;
@@ -36,11 +39,15 @@ void Pending::start(const StreamSet& streams) {
     });
   }
 
-  Ops& main = ops[plan::kMain];
-  const auto first_wait = std::find_if(main.begin(), main.end(), [](const Op* op) { return op->kind == Kind::Wait; });
-  main_.assign(first_wait, main.end());
-  main.erase(first_wait, main.end());
-  run(main);
+  run(ops[plan::kMain]);
+}
+
+// The timeout runs from here: a call may have waited behind others on its streams. The first stream to come sets the
+// word; a later one finds it set, maybe with more marks.
+void Pending::begin() {
+  std::uint32_t idle = 0;
+  group_.own().progress(config_.slot).running.compare_exchange_strong(
+      idle, call_.signature, std::memory_order_release, std::memory_order_relaxed);
 }
 
 void Pending::finish() {
@@ -50,6 +57,10 @@ void Pending::finish() {
 
 void Pending::wait() {
   run(main_);
+  check();
+}
+
+void Pending::check() const {
   if (!failed_.load(std::memory_order_acquire)) return;
   ended_->wait();
   {
@@ -106,7 +117,7 @@ bool Pending::await(const plan::Flag& flag) {
   Word& word = group_.own().flag(config_.slot, flag);
   Word& awaiting = group_.own().progress(config_.slot).awaiting[static_cast<int>(flag.kind)];
   const std::uint32_t expected = set_value(flag, call_.signature);
-  awaiting.store(1 + flag.setter(), std::memory_order_relaxed);
+  awaiting.store(awaiting_value(flag), std::memory_order_relaxed);
   std::uint32_t value = 0;
   while (value == 0 && !group_.aborted()) value = wait_nonzero(word);
   awaiting.store(0, std::memory_order_relaxed);

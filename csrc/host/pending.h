@@ -52,8 +52,11 @@ class Pending : public std::enable_shared_from_this<Pending> {
   void start(const StreamSet& streams);
 
   // Does what main still has to do, which is to wait for the other streams; then the result is ready. Throws what
-  // Compute threw, or AbortError; either way nothing touches the caller's memory any more.
+  // Compute threw, or AbortError; either way nothing touches the caller's memory any more. Any thread may call it, any
+  // number of times, or nobody: the call comes to its end by itself.
   void wait();
+  // Throws what wait() would throw, if that is known by now.
+  void check() const;
   // Reached when all streams have done with it. Outlives the call, whose memory goes when its last holder goes.
   const std::shared_ptr<Event>& ended() const { return ended_; }
 
@@ -67,18 +70,19 @@ class Pending : public std::enable_shared_from_this<Pending> {
   bool await(const plan::Flag& flag);
   Block block(const plan::Region& region) const;
   void fail(std::exception_ptr error);
+  void begin();
   void finish();
 
   const Call call_;
   const PendingConfig config_;
   Group& group_;
   std::vector<Event> events_;
-  Ops main_;                       // from its first Wait on
+  Ops main_;                       // the join
   std::atomic<int> remaining_{0};  // streams at work
   const std::shared_ptr<Event> ended_ = std::make_shared<Event>();
 
   std::atomic<bool> failed_{false};  // an op was not done
-  std::mutex error_mutex_;
+  mutable std::mutex error_mutex_;
   std::exception_ptr error_;  // what Compute threw
 };
 

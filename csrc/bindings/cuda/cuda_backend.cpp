@@ -9,6 +9,7 @@
 #include "../../cuda/driver.h"
 #include "../../cuda/executor.h"
 #include "../backend.h"
+#include "cuda_call.h"
 
 namespace streamoverlap {
 namespace {
@@ -24,6 +25,7 @@ class CudaBackend : public Backend {
       : device_(static_cast<c10::DeviceIndex>(device)),
         world_(group->world()),
         allocate_(std::move(allocate)),
+        group_(group),
         executor_(std::move(group), device_) {}
 
   std::int64_t slot_bytes() const override { return executor_.slot_bytes(Lane::Use::Eager); }
@@ -32,9 +34,22 @@ class CudaBackend : public Backend {
 
   void grow(std::int64_t slot_bytes, std::chrono::milliseconds) override { grow(Lane::Use::Eager, slot_bytes); }
 
-  std::function<void()> issue(const Problem& problem) override {
-    executor_.issue(problem.call, operands(problem), at::cuda::getCurrentCUDAStream(device_));
-    return {};
+  std::unique_ptr<InFlight> issue(std::shared_ptr<const Problem> problem, const CallOptions& options) override {
+    keeper_->collect();
+    const auto current = at::cuda::getCurrentCUDAStream(device_);
+    auto end = options.async ? keeper_->event() : nullptr;
+    executor_.issue(problem->call, operands(*problem), current, options.streams.get(), options.timeout, end.get());
+    if (!end) return nullptr;
+    return std::make_unique<CudaCall>(group_, keeper_, Held{std::move(end), std::move(problem), options.streams},
+                                      current);
+  }
+
+  std::uintptr_t op_stream(const CallOptions& options) const override {
+    const bool captured = capturing();
+    const cuda::StreamSet& set = options.streams && !captured
+                                     ? *options.streams
+                                     : executor_.streams(captured ? Lane::Use::Captured : Lane::Use::Eager);
+    return reinterpret_cast<std::uintptr_t>(set.at(plan::kRecv).stream());
   }
 
   void prepare(const Problem& problem) override {
@@ -44,6 +59,8 @@ class CudaBackend : public Backend {
     }
     executor_.prepare(problem.call, operands(problem));
   }
+
+  bool is_idle() const override { return executor_.is_idle(); }
 
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)>) override {
     throw std::runtime_error("ops on a GPU have no hook; delay its streams instead");
@@ -73,7 +90,9 @@ class CudaBackend : public Backend {
   int world_;
   AllocateSlots allocate_;
   std::vector<cuda::Weight> weights_;
-  Executor executor_;
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Keeper> keeper_ = std::make_shared<Keeper>();
+  Executor executor_;  // last: it waits for the calls whose tensors are kept
 };
 
 }  // namespace
