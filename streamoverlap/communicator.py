@@ -69,6 +69,7 @@ class Communicator:
         *,
         timeout: float | timedelta = _DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
+        _slots: int = 2,  # for tests: with one, every call follows the last one on the same slot
     ) -> None:
         group = _resolve(group)
         self._group = weakref.ref(group)  # weak: the cache must not keep its own key alive
@@ -80,7 +81,7 @@ class Communicator:
         self.device = _device(self.device_type)
         index = -1 if self.device.index is None else self.device.index
         self._impl: _C.Communicator | None = _C.Communicator(
-            self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1
+            self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1, _slots
         )
         with _cache_lock:
             _made[self.name] += 1

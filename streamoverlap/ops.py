@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -50,7 +51,7 @@ def all_gather_gemm(
     """
     comm = Communicator.of(group, _device(x))
     several = not isinstance(weight, Tensor)
-    weights = list(weight) if several else [weight]
+    weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
     outputs, gathered = comm.all_gather_gemm(x, weights, biases, return_gathered, plan)
     result = outputs if several else outputs[0]
@@ -83,6 +84,9 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
+    _expect_tensor("weight", weight)
+    if bias is not None:
+        _expect_tensor("bias", bias)
     return Communicator.of(group, _device(x)).gemm_reduce_scatter(x, weight, bias, plan)
 
 
@@ -143,19 +147,32 @@ def prepare(op: Callable, *args, **kwargs) -> None:
         op(*args, **kwargs)
 
 
-def _device(x: Tensor):
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
+def _expect_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} is a {type(value).__name__}; expected a torch.Tensor")
+
+
+def _tensors(argument: str, values: object, optional: bool = False) -> list:
+    if not isinstance(values, Sequence):
+        raise TypeError(f"{argument} is a {type(values).__name__}; expected a torch.Tensor or a list of them")
+    for i, value in enumerate(values):
+        if not (optional and value is None):
+            _expect_tensor(f"{argument}[{i}]", value)
+    return list(values)
+
+
+def _device(x: Tensor) -> torch.device:
+    _expect_tensor("x", x)
     return x.device
 
 
-def _bias_list(bias, several: bool) -> list[Tensor | None]:
+def _bias_list(bias: object, several: bool) -> list[Tensor | None]:
     if bias is None:
         return []
-    if isinstance(bias, Tensor):
-        if several:
+    if several:
+        if isinstance(bias, Tensor):
             raise TypeError("bias is one tensor but weight is a list; expected a list with one bias for each weight")
-        return [bias]
-    if not several:
+        return _tensors("bias", bias, optional=True)
+    if not isinstance(bias, Tensor):
         raise TypeError(f"bias is a {type(bias).__name__} but weight is one tensor; expected a torch.Tensor or None")
-    return list(bias)
+    return [bias]

@@ -202,6 +202,7 @@ DISAGREEMENTS = {
 def disagree(rank: int, world: int, group, cases: tuple[Case, Case]) -> Failure:
     comm = so.Communicator(group, timeout=TIMEOUT)
     verify(CASE, rank, world, comm)
+    dist.barrier(group)  # nobody is still in the call before
     mine = cases[rank == 1]
     return first_failure(comm, lambda: verify(mine, rank, world, comm), calls=1)
 
@@ -245,6 +246,7 @@ def test_a_rank_that_does_not_call_is_named(world: int) -> None:
 def grow_alone(rank: int, world: int, group) -> tuple[str, float]:
     comm = so.Communicator(group, timeout=TIMEOUT)
     verify(CASE, rank, world, comm)
+    dist.barrier(group)
     large = Case("all_gather", DIRECT, lead=(200_000,), k=8)
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:

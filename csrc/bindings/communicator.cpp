@@ -25,12 +25,13 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
-Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device)
+Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots)
     : device_(device) {
   config_.name = std::move(group_name);
   config_.rank = rank;
   config_.world = world;
   config_.timeout = milliseconds(timeout_seconds);
+  config_.slots = slots;
 #ifdef STREAMOVERLAP_WITH_CUDA
   if (device_ >= 0) config_.slots = cuda_slots();
 #endif
@@ -144,5 +145,7 @@ void Communicator::check() { group_->check(); }
 void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) {
   backend_->set_before_op(std::move(hook));
 }
+
+std::map<std::string, std::uintptr_t> Communicator::raw_streams() const { return backend_->raw_streams(); }
 
 }  // namespace streamoverlap

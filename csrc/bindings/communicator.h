@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,7 +22,7 @@ namespace streamoverlap {
 class Communicator {
  public:
   // device: a CUDA ordinal, or -1 for the CPU.
-  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device);
+  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots);
   ~Communicator();
 
   // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
@@ -44,6 +45,7 @@ class Communicator {
   void abort(const std::string& cause);
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
+  std::map<std::string, std::uintptr_t> raw_streams() const;
 
  private:
   void run(Problem& problem, const plan::Spec& spec, bool prepare_only);

@@ -60,8 +60,8 @@ AllocateSlots from_python(const py::object& allocate) {
 
 void register_communicator(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init<std::string, int, int, double, int>(), py::arg("group_name"), py::arg("rank"), py::arg("world"),
-           py::arg("timeout"), py::arg("device") = -1)
+      .def(py::init<std::string, int, int, double, int, int>(), py::arg("group_name"), py::arg("rank"),
+           py::arg("world"), py::arg("timeout"), py::arg("device") = -1, py::arg("slots") = 2)
       .def("address", &Communicator::address)
       .def(
           "connect",
@@ -88,7 +88,8 @@ void register_communicator(py::module_& m) {
             self.set_before_op(make_hook({seed, max_delay_ms, std::move(streams), kill_at, stop_at}));
           },
           py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"), py::arg("kill_at"), py::arg("stop_at"))
-      .def("clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); });
+      .def("clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); })
+      .def("raw_streams", &Communicator::raw_streams);
 
 #ifdef STREAMOVERLAP_WITH_CUDA
   m.attr("WITH_CUDA") = true;

@@ -58,6 +58,9 @@ class Executor {
   // Until no eager call is in flight. Throws AbortError, or std::runtime_error after the group's timeout.
   void drain();
 
+  // The private set of eager calls.
+  const StreamSet& streams() const { return resources_->eager.streams(); }
+
  private:
   // What `steps` were compiled from; a signature is a hash, and might stand for two calls.
   struct Prepared {

@@ -1,6 +1,8 @@
 #include <ATen/cuda/CUDAContext.h>
 
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -47,6 +49,15 @@ class CudaBackend : public Backend {
 
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)>) override {
     throw std::runtime_error("ops on a GPU have no hook; delay its streams instead");
+  }
+
+  std::map<std::string, std::uintptr_t> raw_streams() const override {
+    const cuda::StreamSet& set = executor_.streams();
+    std::map<std::string, std::uintptr_t> streams;
+    for (plan::Stream role = plan::kSend; role < plan::kCompute + set.compute_streams(); ++role) {
+      streams[plan::name(role)] = reinterpret_cast<std::uintptr_t>(set.at(role).stream());
+    }
+    return streams;
   }
 
  private:
