@@ -90,19 +90,15 @@ def make_and_close(rank: int, world: int, group, times: int) -> tuple[float, int
 
     for _ in range(3):
         use_one()
-    memory, descriptors, threads = (
-        free_bytes(group),
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-    )
+    memory, held = free_bytes(group), descriptors_and_threads()
     for _ in range(times):
         use_one()
     grown = memory - free_bytes(group)
-    return (
-        grown,
-        len(os.listdir("/proc/self/fd")) - descriptors,
-        len(os.listdir("/proc/self/task")) - threads,
-    )
+    return grown, *(after - before for after, before in zip(descriptors_and_threads(), held, strict=True))
+
+
+def descriptors_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def test_30_communicators_leave_no_memory_descriptor_or_thread(ranks) -> None:
