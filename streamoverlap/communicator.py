@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -91,13 +92,23 @@ class Communicator:
             _log.warning("group '%s' runs serial: %s", self.name, self._fallback)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, device: str | torch.device) -> Communicator:
-        """The communicator of `group` for tensors on `device`; made, collectively, at first use."""
+    def of(
+        cls,
+        group: dist.ProcessGroup | None,
+        device: str | torch.device,
+        validate: Callable[[int], None] | None = None,
+    ) -> Communicator:
+        """The communicator of `group` for tensors on `device`; made, collectively, at first use.
+
+        `validate` is called with the group's size before one is made: a bad call must not wait for peers.
+        """
         group = _resolve(group)
         device_type = _device_type(device)
         found = _cache.get(group, {}).get(device_type)
         if found is not None:
             return found
+        if validate is not None:
+            validate(group.size())
         with _cache_lock:
             by_device = _cache.setdefault(group, {})
             if device_type not in by_device:
@@ -118,7 +129,7 @@ class Communicator:
             spec = _spec("all_gather_gemm", choice.plan, self.world, return_gathered)
             return impl.all_gather_gemm(x, weights, biases, return_gathered, spec, self._preparing)
         _C.validate_all_gather_gemm(x, weights, biases, self.world)
-        outputs, gathered = serial.all_gather_gemm(x, weights, biases or [None] * len(weights), self.group)
+        outputs, gathered = serial.all_gather_gemm(x, weights, biases or [None] * len(weights), self._collectives())
         return outputs, gathered if return_gathered else None
 
     def gemm_reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None) -> Tensor:
@@ -129,7 +140,7 @@ class Communicator:
                 x, weight, bias, _spec("gemm_reduce_scatter", choice.plan, self.world), self._preparing
             )
         _C.validate_gemm_reduce_scatter(x, weight, bias, self.world)
-        return serial.gemm_reduce_scatter(x, weight, bias, self.group)
+        return serial.gemm_reduce_scatter(x, weight, bias, self._collectives())
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
         """As `streamoverlap.all_gather`."""
@@ -137,7 +148,7 @@ class Communicator:
         if choice.plan.algorithm != "serial":
             return impl.all_gather(x, _spec("all_gather", choice.plan, self.world), self._preparing)
         _C.validate_all_gather(x, self.world)
-        return serial.all_gather(x, self.group)
+        return serial.all_gather(x, self._collectives())
 
     def reduce_scatter(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
         """As `streamoverlap.reduce_scatter`."""
@@ -145,7 +156,7 @@ class Communicator:
         if choice.plan.algorithm != "serial":
             return impl.reduce_scatter(x, _spec("reduce_scatter", choice.plan, self.world), self._preparing)
         _C.validate_reduce_scatter(x, self.world)
-        return serial.reduce_scatter(x, self.group)
+        return serial.reduce_scatter(x, self._collectives())
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -212,6 +223,9 @@ class Communicator:
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
 
+    def _collectives(self) -> serial.Collectives:
+        return serial.Collectives(self.group, self._timeout)
+
     @property
     def _preparing(self) -> bool:
         return getattr(_mode, "preparing", False)
@@ -253,8 +267,9 @@ class Communicator:
                 f"it does not see the GPU of rank {unseen[0]} (CUDA_VISIBLE_DEVICES hides it); expected every rank to "
                 "see the GPUs of all"
             )
-        group, device = self._group, self.device
-        return [mine[entry["gpu"]] for entry in ranks], lambda size: symmetric.allocate(size, group(), device)
+        return [mine[entry["gpu"]] for entry in ranks], partial(
+            _allocate, itertools.count(), self._prefix, self._group, self.device, timedelta(seconds=self._timeout)
+        )
 
     def _all_gather_object(self, key: str, value: object) -> list:
         """Through the store, bounded by the timeout: the group's own collectives may be on a device, or hang."""
@@ -271,6 +286,22 @@ class Communicator:
                 f"could not set up the communicator of group '{self.name}': not all of its {self.world} "
                 f"ranks made one within {2 * self._timeout:g} s, or the store is gone ({failure})"
             ) from failure
+
+
+def _allocate(
+    numbers: Iterator[int],
+    prefix: str,
+    group: weakref.ref[dist.ProcessGroup],
+    device: torch.device,
+    timeout: timedelta,
+    size: int,
+) -> tuple[object, list[int]]:
+    """No method: the compiled part keeps it, and would keep the communicator and so itself."""
+    ranks = group()
+    if ranks is None:
+        raise RuntimeError("the process group has been destroyed; expected it to outlive the calls on it")
+    store = dist.PrefixStore(f"{prefix}/slots/{next(numbers)}", ranks.get_group_store())
+    return symmetric.allocate(size, store, ranks.rank(), ranks.size(), device, timeout)
 
 
 @lru_cache(maxsize=1024)

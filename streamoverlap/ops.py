@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamoverlap import _C
 from streamoverlap.communicator import Communicator, preparing
 from streamoverlap.spec import PlanSpec
 
@@ -49,10 +50,11 @@ def all_gather_gemm(
         PeerTimeoutError: a peer did not take part in time.
         MismatchError: a peer called something else.
     """
-    comm = Communicator.of(group, _device(x))
+    device = _device(x)
     several = not isinstance(weight, Tensor)
     weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
+    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
     outputs, gathered = comm.all_gather_gemm(x, weights, biases, return_gathered, plan)
     result = outputs if several else outputs[0]
     return (result, gathered) if return_gathered else result
@@ -87,7 +89,8 @@ def gemm_reduce_scatter(
     _expect_tensor("weight", weight)
     if bias is not None:
         _expect_tensor("bias", bias)
-    return Communicator.of(group, _device(x)).gemm_reduce_scatter(x, weight, bias, plan)
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
+    return comm.gemm_reduce_scatter(x, weight, bias, plan)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
@@ -103,7 +106,8 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanS
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).all_gather(x, plan)
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_all_gather(x, world))
+    return comm.all_gather(x, plan)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: PlanSpec | None = None) -> Tensor:
@@ -121,7 +125,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: P
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).reduce_scatter(x, plan)
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_reduce_scatter(x, world))
+    return comm.reduce_scatter(x, plan)
 
 
 def prepare(op: Callable, *args, **kwargs) -> None:

@@ -5,38 +5,67 @@ It is what every overlapped plan is compared with, and what runs where ranks sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from streamoverlap.errors import PeerTimeoutError
 
 # torch 2.14 renamed the single-tensor collectives; 2.11 knows the old names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    if gathered.numel():
-        _all_gather_single(gathered, x.contiguous(), group=group)
+class Collectives(NamedTuple):
+    """A group's own collectives, bounded by a timeout in seconds."""
+
+    group: dist.ProcessGroup
+    timeout: float
+
+    def run(self, collective: Callable, output: Tensor, x: Tensor) -> None:
+        if not output.numel():
+            return
+        work = collective(output, x.contiguous(), group=self.group, async_op=True)
+        if x.device.type == "cuda":  # only the stream waits; NCCL's own watchdog bounds it
+            work.wait()
+            return
+        begin = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as failure:
+            elapsed = time.monotonic() - begin
+            raise PeerTimeoutError(
+                f"a serial exchange on group '{self.group.group_name}' failed after {elapsed:.1f} s, of the "
+                f"{self.timeout:g} s that it may take: a peer is gone, or called something else ({failure})",
+                group=self.group.group_name,
+                elapsed=elapsed,
+            ) from failure
+
+
+def all_gather(x: Tensor, on: Collectives) -> Tensor:
+    gathered = x.new_empty((x.shape[0] * on.group.size(), *x.shape[1:]))
+    on.run(_all_gather_single, gathered, x)
     return gathered
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    scattered = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    if scattered.numel():
-        _reduce_scatter_single(scattered, x.contiguous(), group=group)
+def reduce_scatter(x: Tensor, on: Collectives) -> Tensor:
+    scattered = x.new_empty((x.shape[0] // on.group.size(), *x.shape[1:]))
+    on.run(_reduce_scatter_single, scattered, x)
     return scattered
 
 
 def all_gather_gemm(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: dist.ProcessGroup
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], on: Collectives
 ) -> tuple[list[Tensor], Tensor]:
-    gathered = all_gather(x, group)
+    gathered = all_gather(x, on)
     return [torch.nn.functional.linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)], gathered
 
 
-def gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    scattered = reduce_scatter(torch.nn.functional.linear(x, weight), group)
+def gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives) -> Tensor:
+    scattered = reduce_scatter(torch.nn.functional.linear(x, weight), on)
     return scattered if bias is None else scattered.add_(bias)
