@@ -224,7 +224,12 @@ class Communicator:
         self._open().clear_test_hook()
 
     def _collectives(self) -> serial.Collectives:
-        return serial.Collectives(self.group, self._timeout)
+        return serial.Collectives(self.group, self._timeout, self._fail)
+
+    def _fail(self, cause: str) -> None:
+        """Peers that wait in an overlapped call need not wait any longer."""
+        if self._fallback is None:
+            self._open().abort(cause)
 
     @property
     def _preparing(self) -> bool:

@@ -5,9 +5,9 @@ It is what every overlapped plan is compared with, and what runs where ranks sha
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -21,11 +21,31 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _wait(work: dist.Work, timeout: float) -> None:
+    """In a thread of its own: Gloo's wait ignores its timeout, and some of its works never say that they are done."""
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="streamoverlap serial", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise RuntimeError("timed out")
+    if errors:
+        raise errors[0]
+
+
 class Collectives(NamedTuple):
     """A group's own collectives, bounded by a timeout in seconds."""
 
     group: dist.ProcessGroup
     timeout: float
+    failed: Callable[[str], None]  # is told the cause
 
     def run(self, collective: Callable, output: Tensor, x: Tensor) -> None:
         if not output.numel():
@@ -36,15 +56,15 @@ class Collectives(NamedTuple):
             return
         begin = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self.timeout))
+            _wait(work, self.timeout)
         except RuntimeError as failure:
             elapsed = time.monotonic() - begin
-            raise PeerTimeoutError(
+            text = (
                 f"a serial exchange on group '{self.group.group_name}' failed after {elapsed:.1f} s, of the "
-                f"{self.timeout:g} s that it may take: a peer is gone, or called something else ({failure})",
-                group=self.group.group_name,
-                elapsed=elapsed,
-            ) from failure
+                f"{self.timeout:g} s that it may take: a peer is gone, or called something else ({failure})"
+            )
+            self.failed(text)
+            raise PeerTimeoutError(text, group=self.group.group_name, elapsed=elapsed) from failure
 
 
 def all_gather(x: Tensor, on: Collectives) -> Tensor:

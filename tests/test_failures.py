@@ -225,6 +225,24 @@ def test_ranks_that_call_different_things_all_learn_of_it(world: int, what: str)
     assert theirs.operation in failures[1].message
 
 
+def call_serial_alone(rank: int, world: int, group) -> Failure:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    verify(CASE, rank, world, comm)
+    dist.barrier(group)
+    mine = replace(CASE, plan=so.PlanSpec("serial")) if rank == 1 else CASE
+    return first_failure(comm, lambda: verify(mine, rank, world, comm), calls=1)
+
+
+def test_a_rank_that_runs_serial_alone_hangs_nobody() -> None:
+    with Pool(2) as pool:
+        failures = pool.run(call_serial_alone, timeout=20)
+    for failure in failures:
+        assert failure.seconds <= TIMEOUT + SLACK
+        assert failure.errored
+    assert failures[0].kind in ("PeerTimeoutError", "CommunicatorError")
+    assert failures[1].kind == "PeerTimeoutError"
+
+
 def stay_away(rank: int, world: int, group, absent: int) -> Failure | None:
     so.Communicator.of(group, "cpu").set_timeout(TIMEOUT)
     verify(CASE, rank, world, group)
