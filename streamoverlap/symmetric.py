@@ -9,7 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 _allocations = itertools.count()
 
@@ -23,13 +28,17 @@ def allocate(
         What keeps the memory, and where each rank's is in this process.
     """
     tensor = symm_mem.empty(size, dtype=torch.uint8, device=device)
-    numbered = _Renumbered(store, timeout)
-    # A name of its own in this process, so that torch uses this store and not the one of a process group.
+    # Torch finds ranks and store by the name of a group; this one is a name, ranks and store, and nothing else.
     name = f"streamoverlap/{next(_allocations)}"
-    _SymmetricMemory.set_group_info(name, rank, world, numbered)
-    handle = _SymmetricMemory.rendezvous(tensor, name)
+    numbered = _Renumbered(store, timeout)
+    group = ProcessGroup(numbered, rank, world)
+    _register_process_group(name, group)
+    try:
+        handle = _SymmetricMemory.rendezvous(tensor, name)
+    finally:
+        _unregister_process_group(name)
     offset = tensor.data_ptr() - handle.buffer_ptrs[rank]
-    return (tensor, handle, numbered), [pointer + offset for pointer in handle.buffer_ptrs]
+    return (tensor, handle, group, numbered), [pointer + offset for pointer in handle.buffer_ptrs]
 
 
 class _Renumbered(dist.Store):
