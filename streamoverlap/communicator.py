@@ -26,7 +26,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 # By group, then device type. A cached communicator goes with its ProcessGroup object.
 _cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
-_cache_lock = threading.RLock()
+_cache_lock = threading.Lock()
+# Held while a communicator is set up: one lock each, since threads may set up different groups in any order.
+_set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.Lock]] = weakref.WeakKeyDictionary()
 # Communicators made so far by group name, so that each set-up has keys of its own in the store.
 _made: Counter[str] = Counter()
 
@@ -47,8 +49,9 @@ def preparing() -> Iterator[None]:
 class Communicator:
     """Shared memory, flags, slots and streams of one process group on one kind of device.
 
-    The functional ops make one for a group when it is first used (`Communicator.of`); make it yourself to choose the
-    timeout. Making one is collective: every rank of the group does it, in the same order as its other calls.
+    The functional ops use `Communicator.of(group, device)`, made when a group is first used; change its timeout with
+    `set_timeout`. One made explicitly is apart from it, with slots of its own. Making one is collective: every rank of
+    the group does it, in the same order as its other calls.
 
     Args:
         group: any process group that has this rank; None is the default group.
@@ -111,6 +114,8 @@ class Communicator:
             validate(group.size())
         with _cache_lock:
             by_device = _cache.setdefault(group, {})
+            set_up = _set_up_locks.setdefault(group, {}).setdefault(device_type, threading.Lock())
+        with set_up:
             if device_type not in by_device:
                 by_device[device_type] = cls(group, device=device_type)
             return by_device[device_type]
@@ -124,7 +129,7 @@ class Communicator:
         plan: PlanSpec | None,
     ) -> tuple[list[Tensor], Tensor | None]:
         """As `streamoverlap.all_gather_gemm`, on lists."""
-        impl, choice = self._begin(plan)
+        impl, choice = self._begin(x, plan)
         if choice.plan.algorithm != "serial":
             spec = _spec("all_gather_gemm", choice.plan, self.world, return_gathered)
             return impl.all_gather_gemm(x, weights, biases, return_gathered, spec, self._preparing)
@@ -134,7 +139,7 @@ class Communicator:
 
     def gemm_reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None) -> Tensor:
         """As `streamoverlap.gemm_reduce_scatter`."""
-        impl, choice = self._begin(plan)
+        impl, choice = self._begin(x, plan)
         if choice.plan.algorithm != "serial":
             return impl.gemm_reduce_scatter(
                 x, weight, bias, _spec("gemm_reduce_scatter", choice.plan, self.world), self._preparing
@@ -144,7 +149,7 @@ class Communicator:
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
         """As `streamoverlap.all_gather`."""
-        impl, choice = self._begin(plan)
+        impl, choice = self._begin(x, plan)
         if choice.plan.algorithm != "serial":
             return impl.all_gather(x, _spec("all_gather", choice.plan, self.world), self._preparing)
         _C.validate_all_gather(x, self.world)
@@ -152,7 +157,7 @@ class Communicator:
 
     def reduce_scatter(self, x: Tensor, plan: PlanSpec | None) -> Tensor:
         """As `streamoverlap.reduce_scatter`."""
-        impl, choice = self._begin(plan)
+        impl, choice = self._begin(x, plan)
         if choice.plan.algorithm != "serial":
             return impl.reduce_scatter(x, _spec("reduce_scatter", choice.plan, self.world), self._preparing)
         _C.validate_reduce_scatter(x, self.world)
@@ -173,7 +178,7 @@ class Communicator:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one of the two data slots; 0 before the first call that needs one."""
+        """Bytes of one of the two data slots; 0 in a group of one, or one that runs serial."""
         return self._open().slot_bytes() if self._fallback is None else 0
 
     @property
@@ -184,7 +189,8 @@ class Communicator:
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Changes the timeout (seconds or timedelta), of calls in flight too."""
         seconds = _seconds(timeout)
-        self._open().set_timeout(seconds)
+        if self._fallback is None:
+            self._open().set_timeout(seconds)
         self._timeout = seconds
 
     def errored(self) -> Exception | None:
@@ -240,7 +246,9 @@ class Communicator:
             raise RuntimeError(f"the communicator of group '{self.name}' is closed; expected an open one")
         return self._impl
 
-    def _begin(self, plan: PlanSpec | None) -> tuple[_C.Communicator, Choice]:
+    def _begin(self, x: Tensor, plan: PlanSpec | None) -> tuple[_C.Communicator, Choice]:
+        if x.device != self.device:
+            raise ValueError(f"x is on {x.device}; expected {self.device}, the device of this communicator")
         choice = choose(plan, self._fallback)
         self.last_choice = choice
         return self._open(), choice
@@ -258,7 +266,8 @@ class Communicator:
         try:
             peers, allocate = self._symmetric(ranks) if self.device_type == "cuda" else ([], None)
             self._impl.connect([entry["address"] for entry in ranks], self._timeout, peers, allocate)
-        except RuntimeError as failure:
+            self._impl.reserve(1)  # if ranks cannot share memory, it shows here and not in the first call
+        except (RuntimeError, ValueError) as failure:
             error = str(failure)
         errors = self._all_gather_object("connected", error)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
@@ -277,7 +286,7 @@ class Communicator:
         )
 
     def _all_gather_object(self, key: str, value: object) -> list:
-        """Through the store, bounded by the timeout: the group's own collectives may be on a device, or hang."""
+        """Through the store, bounded by twice the timeout: the group's own collectives may be on a device, or hang."""
         if self.world == 1:
             return [value]
         store = dist.PrefixStore(f"{self._prefix}/{key}", self.group.get_group_store())
@@ -311,7 +320,8 @@ def _allocate(
 
 @lru_cache(maxsize=1024)
 def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False) -> _C.Spec:
-    return _C.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, plan.compute_streams, keep_gathered)
+    reduce = plan.reduce if operation == "gemm_reduce_scatter" else "accumulate"  # ignored, so no mismatch either
+    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, keep_gathered)
 
 
 def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

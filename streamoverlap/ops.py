@@ -132,10 +132,11 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None = None, *, plan: P
 def prepare(op: Callable, *args, **kwargs) -> None:
     """Does all that the first use of a call costs, so that the call itself can be captured in a CUDA graph.
 
-    Collective; sends no data. A captured call never grows slots, loads kernels or chooses algorithms, so every call
-    that a capture contains must be prepared before, with the same shapes, dtypes, strides and plan. Calls that are
-    captured have slots of their own (as many bytes again), since their replays may run beside eager calls. Replays of
-    several graphs of one group must not overlap each other, and run in the same order on all ranks, as with NCCL.
+    Collective; sends no data (`serial` runs once, so that its collective is set up). A captured call never grows slots,
+    loads kernels or chooses algorithms, so every call that a capture contains must be prepared before, with the same
+    shapes, dtypes, strides and plan. Calls that are captured have slots of their own (as many bytes again), since
+    their replays may run beside eager calls. Replays of several graphs of one group must not overlap each other, and
+    run in the same order on all ranks, as with NCCL.
 
     Args:
         op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather` or `reduce_scatter`.

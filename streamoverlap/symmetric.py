@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -34,11 +37,27 @@ def allocate(
     group = ProcessGroup(numbered, rank, world)
     _register_process_group(name, group)
     try:
-        handle = _SymmetricMemory.rendezvous(tensor, name)
+        with _no_multicast():
+            handle = _SymmetricMemory.rendezvous(tensor, name)
     finally:
         _unregister_process_group(name)
     offset = tensor.data_ptr() - handle.buffer_ptrs[rank]
     return (tensor, handle, group, numbered), [pointer + offset for pointer in handle.buffer_ptrs]
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    """NVLink multicast is of no use here, and a rendezvous that sets it up can put a host's GPUs out of service."""
+    variable = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 class _Renumbered(dist.Store):

@@ -2,9 +2,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 
 #include "../group/signature.h"
@@ -13,7 +11,7 @@
 namespace streamoverlap {
 namespace {
 
-// Slots grow in steps, so that slowly growing token counts do not set up again at each call.
+// What symmetric memory is made of.
 constexpr std::int64_t kGrowthStep = 2 << 20;
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -128,7 +126,12 @@ void Communicator::grow(std::int64_t bytes) {
   }
 }
 
-std::int64_t Communicator::slot_bytes() const { return backend_->slot_bytes(); }
+void Communicator::reserve(std::int64_t slot_bytes) {
+  const std::lock_guard<std::mutex> lock(order_);
+  if (!backend_->fits(slot_bytes)) grow(slot_bytes);
+}
+
+std::int64_t Communicator::slot_bytes() { return backend_->slot_bytes(); }
 
 void Communicator::set_timeout(double seconds) { group_->set_timeout(milliseconds(seconds)); }
 
@@ -136,7 +139,7 @@ void Communicator::abort(const std::string& cause) {
   AbortRecord record;
   record.kind = AbortKind::Aborted;
   record.culprit = config_.rank;
-  std::memcpy(record.cause, cause.data(), std::min(cause.size(), sizeof record.cause - 1));
+  set_text(record.cause, cause);
   group_->abort(record);
 }
 

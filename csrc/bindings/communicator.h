@@ -40,7 +40,9 @@ class Communicator {
   at::Tensor all_gather(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
   at::Tensor reduce_scatter(const at::Tensor& x, const plan::Spec& spec, bool prepare_only);
 
-  std::int64_t slot_bytes() const;
+  // Collective: slots of at least this many bytes.
+  void reserve(std::int64_t slot_bytes);
+  std::int64_t slot_bytes();
   void set_timeout(double seconds);
   void abort(const std::string& cause);
   void check();  // throws what a call would throw if the group has failed

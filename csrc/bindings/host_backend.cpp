@@ -1,3 +1,5 @@
+#include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,8 +29,17 @@ class HostBackend : public Backend {
   }
 
   std::function<void()> issue(const Problem& problem) override {
-    auto pending = executor_.issue(problem.call, std::make_shared<HostCompute>(problem), streams_);
-    return [pending = std::move(pending)] { pending->wait(); };
+    try {
+      auto pending = executor_.issue(problem.call, std::make_shared<HostCompute>(problem), streams_);
+      return [pending = std::move(pending)] { pending->wait(); };
+    } catch (const std::bad_alloc&) {
+      AbortRecord record;  // the peers have this call; they must not wait for it
+      record.signature = problem.call.signature;
+      record.culprit = group_->rank();
+      set_text(record.cause, "out of memory for scratch of " + std::to_string(problem.call.scratch_bytes()) + " bytes");
+      group_->abort(record);
+      throw;
+    }
   }
 
   void prepare(const Problem&) override {}

@@ -34,6 +34,14 @@ auto released(Result (Communicator::*method)(Args...)) {
   });
 }
 
+// Calls take the locks of a communicator without the GIL, so its end, which waits for calls in flight, must too.
+std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, double timeout, int device, int slots) {
+  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots), [](Communicator* communicator) {
+            const py::gil_scoped_release no_gil;
+            delete communicator;
+          }};
+}
+
 // allocate(bytes) returns (owner, address by rank); both callable and owner are let go with the GIL held.
 std::shared_ptr<void> owned(py::object object) {
   return std::shared_ptr<void>(object.release().ptr(), [](void* pointer) {
@@ -60,8 +68,8 @@ AllocateSlots from_python(const py::object& allocate) {
 
 void register_communicator(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init<std::string, int, int, double, int, int>(), py::arg("group_name"), py::arg("rank"),
-           py::arg("world"), py::arg("timeout"), py::arg("device") = -1, py::arg("slots") = 2)
+      .def(py::init(&make), py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
+           py::arg("device") = -1, py::arg("slots") = 2)
       .def("address", &Communicator::address)
       .def(
           "connect",
@@ -77,9 +85,10 @@ void register_communicator(py::module_& m) {
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
-      .def("slot_bytes", &Communicator::slot_bytes)
-      .def("set_timeout", &Communicator::set_timeout, py::arg("seconds"))
-      .def("abort", &Communicator::abort, py::arg("cause"))
+      .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))
+      .def("slot_bytes", released(&Communicator::slot_bytes))
+      .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
+      .def("abort", released(&Communicator::abort), py::arg("cause"))
       .def("check", released(&Communicator::check))
       .def(
           "set_test_hook",
@@ -87,8 +96,11 @@ void register_communicator(py::module_& m) {
              std::int64_t kill_at, std::int64_t stop_at) {
             self.set_before_op(make_hook({seed, max_delay_ms, std::move(streams), kill_at, stop_at}));
           },
-          py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"), py::arg("kill_at"), py::arg("stop_at"))
-      .def("clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); })
+          py::call_guard<py::gil_scoped_release>(), py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"),
+          py::arg("kill_at"), py::arg("stop_at"))
+      .def(
+          "clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); },
+          py::call_guard<py::gil_scoped_release>())
       .def("raw_streams", &Communicator::raw_streams);
 
 #ifdef STREAMOVERLAP_WITH_CUDA
