@@ -20,6 +20,7 @@ from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
 from streamoverlap.spec import Choice, PlanSpec, choose
+from streamoverlap.store import wait_for
 
 _log = logging.getLogger("streamoverlap")
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -293,7 +294,7 @@ class Communicator:
         try:
             store.set(str(self.rank), json.dumps(value))
             keys = [str(rank) for rank in range(self.world)]
-            store.wait(keys, timedelta(seconds=2 * self._timeout))
+            wait_for(store, keys, 2 * self._timeout)
             return [json.loads(store.get(key)) for key in keys]
         except dist.DistError as failure:
             raise RuntimeError(

@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 
+from streamoverlap.store import wait_for
+
 _allocations = itertools.count()
 
 
@@ -89,4 +91,4 @@ class _Renumbered(dist.Store):
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait([self._renumber(key) for key in keys], timeout or self._timeout)
+        wait_for(self._store, [self._renumber(key) for key in keys], (timeout or self._timeout).total_seconds())
