@@ -24,7 +24,7 @@ class CudaBackend : public Backend {
  public:
   CudaBackend(std::shared_ptr<Group> group, int device, AllocateSlots allocate)
       : device_(static_cast<c10::DeviceIndex>(device)),
-        world_(group->world()),
+        group_(group),
         allocate_(std::move(allocate)),
         executor_(std::move(group), device_) {}
 
@@ -42,7 +42,15 @@ class CudaBackend : public Backend {
   void prepare(const Problem& problem) override {
     if (capturing()) throw std::runtime_error("streamoverlap.prepare was called in a capture; expected it before");
     if (executor_.slot_bytes(Lane::Use::Captured) < problem.call.slot_bytes()) {
-      grow(Lane::Use::Captured, slot_bytes());
+      try {
+        grow(Lane::Use::Captured, slot_bytes());
+      } catch (const std::exception& error) {
+        AbortRecord record;  // the peers wait for this rank's memory, or have it already
+        record.culprit = group_->rank();
+        set_text(record.cause, error.what());
+        group_->abort(record);
+        throw;
+      }
     }
     executor_.prepare(problem.call, operands(problem));
   }
@@ -62,7 +70,7 @@ class CudaBackend : public Backend {
 
  private:
   void grow(Lane::Use use, std::int64_t slot_bytes) {
-    if (world_ == 1) return;
+    if (group_->world() == 1) return;
     SlotMemory memory = allocate_(slot_bytes * cuda::kSlotsPerLane);
     executor_.use_slots(use, memory.bases, slot_bytes, std::move(memory.owner));
   }
@@ -81,7 +89,7 @@ class CudaBackend : public Backend {
   }
 
   c10::DeviceIndex device_;
-  int world_;
+  std::shared_ptr<Group> group_;
   AllocateSlots allocate_;
   std::vector<cuda::Weight> weights_;
   Executor executor_;
