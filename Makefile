@@ -78,7 +78,8 @@ $(VENV)/.complete: requirements-dev.txt
 	$(PY) -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# The stamp has the time when the build began: what is edited meanwhile is newer and built next time.
 $(BUILT): $(SOURCES) $(ENVIRONMENT)
-	@rm -f $@
+	@mkdir -p build && touch $@.begun
 	$(PY) setup.py --quiet build_ext --inplace
-	@mkdir -p build && touch $@
+	@mv $@.begun $@

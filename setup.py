@@ -53,14 +53,14 @@ def links_its_own_runtime(compiler: list[str]) -> bool:
 
 def check_compiler() -> None:
     compiler = os.environ.get("CXX", "c++").split()
+    if shutil.which(compiler[0]) is None:
+        stop(f"found no C++ compiler '{compiler[0]}'; {COMPILER_NEEDED}")
     if links_its_own_runtime(compiler):
         if shutil.which("g++") is None or links_its_own_runtime(["g++"]):
             stop(f"found {compiler[0]}, which links libstdc++ statically; {COMPILER_NEEDED}")
         print(f"streamoverlap: using g++, since {compiler[0]} links libstdc++ statically", flush=True)
         os.environ.update(CXX="g++", CC="gcc", CUDAHOSTCXX="g++")
         compiler = ["g++"]
-    if shutil.which(compiler[0]) is None:
-        stop(f"found no C++ compiler '{compiler[0]}'; {COMPILER_NEEDED}")
     probe = "#include <span>\nint main() { return std::span<int>{}.size(); }"
     command = [*compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
     if subprocess.run(command, input=probe, text=True, capture_output=True, check=False).returncode != 0:

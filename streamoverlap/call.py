@@ -9,12 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import _C
 from streamoverlap.follow import FollowOnCpu, FollowOnStream
-from streamoverlap.serial import Started
+from streamoverlap.serial import Collectives, Started
+from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
@@ -36,7 +36,7 @@ class Call:
 
     Args:
         impl: the communicator's C++ part.
-        overlapped: by a plan, or else serial, by the collectives of the group.
+        plan: how it is done.
         device: where its tensors are.
         follow: runs what follows calls on the CPU.
         async_op, timeout, streams: as in `streamoverlap.all_gather_gemm`.
@@ -45,7 +45,7 @@ class Call:
     def __init__(
         self,
         impl: _C.Communicator,
-        overlapped: bool,
+        plan: PlanSpec,
         device: torch.device,
         follow: FollowOnCpu,
         async_op: bool,
@@ -53,7 +53,8 @@ class Call:
         streams: StreamSet | None,
     ) -> None:
         self.impl = impl
-        self.overlapped = overlapped
+        self.plan = plan
+        self.overlapped = plan.algorithm != "serial"
         self.async_op = async_op
         self._device = device
         self._follow = follow
@@ -74,42 +75,32 @@ class Call:
         follow = self._follow if self._device.type == "cpu" else self._follow_on(work.stream())
         return Work(work, lambda: result, follow)
 
-    def serial(self, start: Callable[[bool], Started], inputs: Sequence[Tensor | None]) -> Any:
-        """The same for a serial call; `start(async_op)` issues its collective."""
+    def serial(self, start: Callable[[Collectives], Started], on: Collectives, inputs: Sequence[Tensor | None]) -> Any:
+        """The same for a serial call; `start` issues its collective."""
+        if self._timeout:
+            on = on._replace(timeout=self._timeout)
+        if not self.async_op:
+            return start(on).complete()
         if self._device.type == "cuda":
-            return self._serial_on_stream(start, inputs) if self.async_op else start(False).finish()
-        collective, finish = start(True)
-        if self.async_op:
-            return self._follow.run(None if collective is None else _Collective(collective), finish)
-        if collective is not None:
-            _wait(collective, self._timeout)
-        return finish()
+            return self._serial_on_stream(lambda: start(on).complete(), inputs)
+        wait, finish = start(on)
+        return self._follow.run(_Before(wait), finish)
 
-    def _serial_on_stream(self, start: Callable[[bool], Started], inputs: Sequence[Tensor | None]) -> Work:
+    def _serial_on_stream(self, function: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Work:
         if self._streams is None:
             handle = torch.cuda.Stream(self._device, priority=-1).cuda_stream  # of torch's pool: it lives
         else:
             handle = self._streams.recv_handle
         follow = self._follow_on(handle)
         follow.stream.wait_stream(torch.cuda.current_stream(self._device))
-        return follow.run(None, lambda: start(False).finish(), uses=lambda: inputs)
+        return follow.run(None, function, uses=lambda: inputs)
 
     def _follow_on(self, handle: int) -> FollowOnStream:
         return FollowOnStream(handle, self._device, self._follow.timeout, self._streams)
 
 
-class _Collective:
+class _Before:
     """A collective of a process group, as what comes before a function on the CPU."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def join(self) -> None:
-        self._work.wait()
-
-
-def _wait(collective: dist.Work, timeout: float) -> None:
-    if timeout:
-        collective.wait(timedelta(seconds=timeout))
-    else:
-        collective.wait()
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.join = wait

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from streamoverlap import _C, serial, symmetric
 from streamoverlap.call import Call
 from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
+from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
 from streamoverlap.spec import Choice, PlanSpec, choose
+from streamoverlap.store import wait_for
 from streamoverlap.streams import StreamSet
 from streamoverlap.work import Work, seconds_of
 
@@ -31,7 +34,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 # By group, then device type. A cached communicator goes with its ProcessGroup object.
 _cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
-_cache_lock = threading.RLock()
+_cache_lock = threading.Lock()
+# Held while a communicator is set up: one lock each, since threads may set up different groups in any order.
+_set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.Lock]] = weakref.WeakKeyDictionary()
 # To be closed before the interpreter ends: their threads let go of tensors.
 _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
@@ -40,8 +45,9 @@ _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
 class Communicator:
     """Shared memory, flags, slots and streams of one process group on one kind of device.
 
-    The functional ops make one for a group when it is first used (`Communicator.of`); make it yourself to choose the
-    timeout. Making one is collective: every rank of the group does it, in the same order as its other calls.
+    The functional ops use `Communicator.of(group, device)`, made when a group is first used; change its timeout with
+    `set_timeout`. One made explicitly is apart from it, with slots of its own. Making one is collective: every rank of
+    the group does it, in the same order as its other calls.
 
     Args:
         group: any process group that has this rank; None is the default group.
@@ -67,22 +73,23 @@ class Communicator:
         timeout: float | timedelta = _DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
         report_path: str | Path | None = None,
+        _slots: int = 2,  # for tests: with one, every call follows the last one on the same slot
     ) -> None:
-        group = _resolve(group)
+        group = resolve_group(group)
         self._group = weakref.ref(group)  # weak: the cache must not keep its own key alive
-        self.device_type = _device_type(device)
+        self.device_type = type_of(device)
         self.rank, self.world = group.rank(), group.size()
         self.last_choice: Choice | None = None
         self._timeout = seconds_of(timeout)
         self._aborted: CommunicatorError | None = None
         self.name = group.group_name
-        self.device = _device(self.device_type)
+        self.device = device_of(self.device_type)
         index = -1 if self.device.index is None else self.device.index
         self._impl: _C.Communicator | None = _C.Communicator(
-            self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1
+            self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1, _slots
         )
-        self_reference = weakref.ref(self)
-        self._follow = FollowOnCpu(lambda: getattr(self_reference(), "_timeout", 0.0))
+        reference = weakref.ref(self)
+        self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
         self._prefix = f"streamoverlap/{self.device_type}"
         self._fallback = self._set_up()
         if self._fallback is None:
@@ -94,15 +101,27 @@ class Communicator:
         _open_ones.add(self)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, device: str | torch.device) -> Communicator:
-        """The communicator of `group` for tensors on `device`; made, collectively, at first use."""
-        group = _resolve(group)
-        device_type = _device_type(device)
+    def of(
+        cls,
+        group: dist.ProcessGroup | None,
+        device: str | torch.device,
+        validate: Callable[[int], None] | None = None,
+    ) -> Communicator:
+        """The communicator of `group` for tensors on `device`; made, collectively, at first use.
+
+        `validate` is called with the group's size before one is made: a bad call must not wait for peers.
+        """
+        group = resolve_group(group)
+        device_type = type_of(device)
         found = _cache.get(group, {}).get(device_type)
         if found is not None:
             return found
+        if validate is not None:
+            validate(group.size())
         with _cache_lock:
             by_device = _cache.setdefault(group, {})
+            set_up = _set_up_locks.setdefault(group, {}).setdefault(device_type, threading.Lock())
+        with set_up:
             if device_type not in by_device:
                 by_device[device_type] = cls(group, device=device_type)
             return by_device[device_type]
@@ -116,50 +135,46 @@ class Communicator:
         plan: PlanSpec | None,
         **options: Any,
     ) -> tuple[list[Tensor], Tensor | None] | Work:
-        """As `streamoverlap.all_gather_gemm`, on lists."""
-        call = self._call(plan, **options)
+        """As `streamoverlap.all_gather_gemm`, on lists; so are the methods below, and so their keyword arguments."""
+        call = self._call(x, plan, **options)
         if call.overlapped:
-            spec = _spec("all_gather_gemm", self.last_choice.plan, self.world, return_gathered)
+            spec = _spec("all_gather_gemm", call.plan, self.world, return_gathered)
             *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, spec, call.options)
             return call.finish(tuple(result), work)
         _C.validate_all_gather_gemm(x, weights, biases, self.world)
-        biases = list(biases) or [None] * len(weights)
+        every_bias = list(biases) or [None] * len(weights)
 
-        def start(async_op: bool) -> serial.Started:
-            collective, finish = serial.all_gather_gemm(x, weights, biases, self.group, async_op)
-            return serial.Started(collective, finish if return_gathered else lambda: (finish()[0], None))
+        def start(on: serial.Collectives) -> serial.Started:
+            wait, finish = serial.all_gather_gemm(x, weights, every_bias, on)
+            return serial.Started(wait, finish if return_gathered else lambda: (finish()[0], None))
 
-        return call.serial(start, [x, *weights, *biases])
+        return call.serial(start, self._collectives(), [x, *weights, *every_bias])
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
-        """As `streamoverlap.gemm_reduce_scatter`."""
-        call = self._call(plan, **options)
+        call = self._call(x, plan, **options)
         if call.overlapped:
-            spec = _spec("gemm_reduce_scatter", self.last_choice.plan, self.world)
+            spec = _spec("gemm_reduce_scatter", call.plan, self.world)
             return call.finish(*call.impl.gemm_reduce_scatter(x, weight, bias, spec, call.options))
         _C.validate_gemm_reduce_scatter(x, weight, bias, self.world)
-        return call.serial(
-            lambda async_op: serial.gemm_reduce_scatter(x, weight, bias, self.group, async_op), [x, weight, bias]
-        )
+        start = partial(serial.gemm_reduce_scatter, x, weight, bias)
+        return call.serial(start, self._collectives(), [x, weight, bias])
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
-        """As `streamoverlap.all_gather`."""
         return self._exchange("all_gather", x, plan, options)
 
     def reduce_scatter(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
-        """As `streamoverlap.reduce_scatter`."""
         return self._exchange("reduce_scatter", x, plan, options)
 
     def _exchange(self, operation: str, x: Tensor, plan: PlanSpec | None, options: dict[str, Any]) -> Tensor | Work:
-        """A plain collective; its name is the same everywhere."""
-        call = self._call(plan, **options)
+        """A plain collective, which has the same name everywhere."""
+        call = self._call(x, plan, **options)
         if call.overlapped:
-            spec = _spec(operation, self.last_choice.plan, self.world)
+            spec = _spec(operation, call.plan, self.world)
             return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
         getattr(_C, f"validate_{operation}")(x, self.world)
-        return call.serial(lambda async_op: getattr(serial, operation)(x, self.group, async_op), [x])
+        return call.serial(partial(getattr(serial, operation), x), self._collectives(), [x])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -176,7 +191,7 @@ class Communicator:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one of the two data slots; 0 before the first call that needs one."""
+        """Bytes of one of the two data slots; 0 in a group of one, or one that runs serial."""
         return self._open().slot_bytes() if self._fallback is None else 0
 
     @property
@@ -187,7 +202,8 @@ class Communicator:
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Changes the timeout (seconds or timedelta), of calls in flight too."""
         seconds = seconds_of(timeout)
-        self._open().set_timeout(seconds)
+        if self._fallback is None:
+            self._open().set_timeout(seconds)
         self._timeout = seconds
 
     def errored(self) -> Exception | None:
@@ -203,8 +219,7 @@ class Communicator:
     def abort(self, reason: str = "abort was called") -> None:
         """Ends the communicator on all ranks: what is in flight, and every later call, raises `CommunicatorError`.
 
-        Results of calls in flight are withheld. What runs serial is ended on this rank alone; `reason` is in the
-        message.
+        Results of calls in flight are withheld. Where the group runs serial this rank alone ends it.
         """
         if self._fallback is None:
             self._open().abort(reason)
@@ -215,8 +230,8 @@ class Communicator:
         """Gives back memory, threads and file descriptors, once calls in flight on this rank have ended.
 
         Peers need not close at the same time, but a call that they make afterwards waits for this rank in vain. Slots
-        of an aborted communicator are not used again: on the CPU each rank maps them until it closes; on CUDA they are
-        given back when all ranks have closed, and never where a rank is gone.
+        of an aborted communicator are never used for anything else while a peer may write to them: on the CPU each rank
+        maps them until it closes; on CUDA they are given back when all ranks have closed, and are lost if one is gone.
         """
         self._follow.close()
         self._impl = None
@@ -246,6 +261,14 @@ class Communicator:
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
 
+    def _collectives(self) -> serial.Collectives:
+        return serial.Collectives(self.group, self._timeout, self._fail)
+
+    def _fail(self, cause: str) -> None:
+        """Peers that wait in an overlapped call need not wait any longer."""
+        if self._fallback is None:
+            self._open().abort(cause)
+
     def _open(self) -> _C.Communicator:
         if self._impl is None:
             raise RuntimeError(f"the communicator of group '{self.name}' is closed; expected an open one")
@@ -253,24 +276,25 @@ class Communicator:
 
     def _call(
         self,
+        x: Tensor,
         plan: PlanSpec | None,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
         streams: StreamSet | None = None,
     ) -> Call:
-        choice = choose(plan, self._fallback)
-        self.last_choice = choice
+        if x.device != self.device:
+            raise ValueError(f"x is on {x.device}; expected {self.device}, the device of this communicator")
+        self.last_choice = choice = choose(plan, self._fallback)
         if self._aborted is not None:
             raise self._aborted
-        overlapped = choice.plan.algorithm != "serial"
-        return Call(self._open(), overlapped, self.device, self._follow, async_op, timeout, streams)
+        return Call(self._open(), choice.plan, self.device, self._follow, async_op, timeout, streams)
 
     def _set_up(self) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
         if self.device_type == "cuda" and not _C.WITH_CUDA:
             return "streamoverlap was built without its CUDA part"
         self._prefix += f"/{self._generation()}"
-        hello = {"host": _host(), "address": self._impl.address(), "gpu": _gpu_uuid(self.device)}
+        hello = {"host": host_id(), "address": self._impl.address(), "gpu": gpu_uuid(self.device)}
         ranks = self._all_gather_object("hello", hello)
         hosts = {entry["host"] for entry in ranks}
         if len(hosts) > 1:
@@ -278,109 +302,83 @@ class Communicator:
         error = ""
         try:
             peers, allocate = self._symmetric(ranks) if self.device_type == "cuda" else ([], None)
-            self._impl.connect(
-                [entry["address"] for entry in ranks], self._timeout, peers, allocate, self._log_growth()
-            )
-        except RuntimeError as failure:
+            addresses = [entry["address"] for entry in ranks]
+            self._impl.connect(addresses, self._timeout, peers, allocate, partial(_log_growth, self.name))
+            self._impl.reserve(1)  # if ranks cannot share memory, it shows here and not in the first call
+        except (RuntimeError, ValueError) as failure:
             error = str(failure)
         errors = self._all_gather_object("connected", error)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
 
     def _symmetric(self, ranks: list[dict]):
         """The peers' GPUs as this process numbers them, and how to allocate memory that all of them reach."""
-        mine = {_gpu_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+        mine = {gpu_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
         unseen = [rank for rank, entry in enumerate(ranks) if entry["gpu"] not in mine]
         if unseen:
             raise RuntimeError(
                 f"it does not see the GPU of rank {unseen[0]} (CUDA_VISIBLE_DEVICES hides it); expected every rank to "
                 "see the GPUs of all"
             )
-        group, device = self._group, self.device
-        return [mine[entry["gpu"]] for entry in ranks], lambda size: symmetric.allocate(size, group(), device)
-
-    def _log_growth(self):
-        name = self.name  # and not self: the C++ part keeps this function
-        return lambda size: _log.info("group '%s' has slots of %d bytes now", name, size)
+        return [mine[entry["gpu"]] for entry in ranks], partial(
+            _allocate, itertools.count(), self._prefix, self._group, self.device, timedelta(seconds=self._timeout)
+        )
 
     def _generation(self) -> int:
-        """How many communicators the ranks of this group have made before, so that each has keys of its own.
+        """How many communicators this group has had, so that each has keys of its own in the store.
 
-        Counted in the store: processes may have joined the group, or its name been used before, at different times.
+        Counted there: ranks may have come at different times, and the group's name may have been in use before.
         """
         if self.world == 1:
             return 0
-        with self._bounded():
-            return (self._store().add(f"{self._prefix}/arrivals", 1) - 1) // self.world
-
-    def _store(self) -> dist.Store:
-        return self.group.get_group_store()
+        with self._told_if_store_fails():
+            return (self.group.get_group_store().add(f"{self._prefix}/arrivals", 1) - 1) // self.world
 
     @contextmanager
-    def _bounded(self) -> Iterator[None]:
+    def _told_if_store_fails(self) -> Iterator[None]:
         try:
             yield
-        except (dist.DistError, RuntimeError) as failure:
+        except RuntimeError as failure:  # of which torch's DistError is one
             raise RuntimeError(
                 f"could not set up the communicator of group '{self.name}': not all of its {self.world} "
                 f"ranks made one within {2 * self._timeout:g} s, or the store is gone ({failure})"
             ) from failure
 
     def _all_gather_object(self, key: str, value: object) -> list:
-        """Through the store, bounded by the timeout: the group's own collectives may be on a device, or hang."""
+        """Through the store, bounded by twice the timeout: the group's own collectives may be on a device, or hang."""
         if self.world == 1:
             return [value]
-        with self._bounded():
-            store = dist.PrefixStore(f"{self._prefix}/{key}", self._store())
+        with self._told_if_store_fails():
+            store = dist.PrefixStore(f"{self._prefix}/{key}", self.group.get_group_store())
             store.set(str(self.rank), json.dumps(value))
             keys = [str(rank) for rank in range(self.world)]
-            store.wait(keys, timedelta(seconds=2 * self._timeout))
+            wait_for(store, keys, 2 * self._timeout)
             return [json.loads(store.get(key)) for key in keys]
+
+
+def _log_growth(name: str, size: int) -> None:
+    _log.info("group '%s' has slots of %d bytes now", name, size)
+
+
+def _allocate(
+    numbers: Iterator[int],
+    prefix: str,
+    group: weakref.ref[dist.ProcessGroup],
+    device: torch.device,
+    timeout: timedelta,
+    size: int,
+) -> tuple[object, list[int]]:
+    """No method: the compiled part keeps it, and would keep the communicator and so itself."""
+    ranks = group()
+    if ranks is None:
+        raise RuntimeError("the process group has been destroyed; expected it to outlive the calls on it")
+    store = dist.PrefixStore(f"{prefix}/slots/{next(numbers)}", ranks.get_group_store())
+    return symmetric.allocate(size, store, ranks.rank(), ranks.size(), device, timeout)
 
 
 @lru_cache(maxsize=1024)
 def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False) -> _C.Spec:
-    return _C.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, plan.compute_streams, keep_gathered)
-
-
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "group is None but torch.distributed is not initialised; expected a ProcessGroup, or a call of "
-                "torch.distributed.init_process_group() before"
-            )
-        return dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"group does not have this rank (global rank {dist.get_rank()}); expected a group that it is in"
-        )
-    raise TypeError(f"group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup or None")
-
-
-def _device_type(device: str | torch.device) -> str:
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {kind}; expected cpu or cuda")
-    return kind
-
-
-def _device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuntimeError("device is cuda but torch finds no GPU; expected one, or tensors on the CPU")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _gpu_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def _host() -> str:
-    """Equal for processes that run under one kernel, so may share memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    reduce = plan.reduce if operation == "gemm_reduce_scatter" else "accumulate"  # ignored, so no mismatch either
+    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, keep_gathered)
 
 
 @atexit.register

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamoverlap import _C
 from streamoverlap.call import preparing
 from streamoverlap.communicator import Communicator
 from streamoverlap.spec import PlanSpec
@@ -49,7 +51,7 @@ def all_gather_gemm(
             written before `Work.wait`. On CUDA the current stream waits for nothing of the exchange until then. On the
             CPU, where the op runs on threads, a third call waits until the first of two in flight has ended.
         timeout: how long this call may wait for its peers, from its start: seconds or a timedelta; None takes the
-            communicator's. What runs serial obeys it on the CPU where not asynchronous, else its process group's own.
+            communicator's. What runs serial on CUDA obeys that of its process group alone.
         streams: a `streamoverlap.StreamSet`, for tensors on CUDA; None takes that of `use_streams`, or a private one.
 
     Returns:
@@ -61,10 +63,11 @@ def all_gather_gemm(
         PeerTimeoutError: a peer did not take part in time.
         MismatchError: a peer called something else.
     """
-    comm = Communicator.of(group, _device(x))
+    device = _device(x)
     several = not isinstance(weight, Tensor)
-    weights = list(weight) if several else [weight]
+    weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
+    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
 
     def as_asked(both: tuple[list[Tensor], Tensor | None]):
         outputs, gathered = both
@@ -107,7 +110,10 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    comm = Communicator.of(group, _device(x))
+    _expect_tensor("weight", weight)
+    if bias is not None:
+        _expect_tensor("bias", bias)
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
     return comm.gemm_reduce_scatter(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
@@ -132,7 +138,8 @@ def all_gather(
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).all_gather(x, plan, async_op=async_op, timeout=timeout, streams=streams)
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_all_gather(x, world))
+    return comm.all_gather(x, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
 def reduce_scatter(
@@ -158,18 +165,18 @@ def reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    return Communicator.of(group, _device(x)).reduce_scatter(
-        x, plan, async_op=async_op, timeout=timeout, streams=streams
-    )
+    comm = Communicator.of(group, _device(x), lambda world: _C.validate_reduce_scatter(x, world))
+    return comm.reduce_scatter(x, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
 def prepare(op: Callable, *args, **kwargs) -> None:
     """Does all that the first use of a call costs, so that the call itself can be captured in a CUDA graph.
 
-    Collective; sends no data. A captured call never grows slots, loads kernels or chooses algorithms, so every call
-    that a capture contains must be prepared before, with the same shapes, dtypes, strides and plan. Calls that are
-    captured have slots of their own (as many bytes again), since their replays may run beside eager calls. Replays of
-    several graphs of one group must not overlap each other, and run in the same order on all ranks, as with NCCL.
+    Collective; sends no data (`serial` runs once, so that its collective is set up). A captured call never grows slots,
+    loads kernels or chooses algorithms, so every call that a capture contains must be prepared before, with the same
+    shapes, dtypes, strides and plan. Calls that are captured have slots of their own (as many bytes again), since
+    their replays may run beside eager calls. Replays of several graphs of one group must not overlap each other, and
+    run in the same order on all ranks, as with NCCL.
 
     Args:
         op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather` or `reduce_scatter`.
@@ -186,19 +193,32 @@ def prepare(op: Callable, *args, **kwargs) -> None:
         op(*args, **kwargs)
 
 
-def _device(x: Tensor):
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
+def _expect_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} is a {type(value).__name__}; expected a torch.Tensor")
+
+
+def _tensors(argument: str, values: object, optional: bool = False) -> list:
+    if not isinstance(values, Sequence):
+        raise TypeError(f"{argument} is a {type(values).__name__}; expected a torch.Tensor or a list of them")
+    for i, value in enumerate(values):
+        if not (optional and value is None):
+            _expect_tensor(f"{argument}[{i}]", value)
+    return list(values)
+
+
+def _device(x: Tensor) -> torch.device:
+    _expect_tensor("x", x)
     return x.device
 
 
-def _bias_list(bias, several: bool) -> list[Tensor | None]:
+def _bias_list(bias: object, several: bool) -> list[Tensor | None]:
     if bias is None:
         return []
-    if isinstance(bias, Tensor):
-        if several:
+    if several:
+        if isinstance(bias, Tensor):
             raise TypeError("bias is one tensor but weight is a list; expected a list with one bias for each weight")
-        return [bias]
-    if not several:
+        return _tensors("bias", bias, optional=True)
+    if not isinstance(bias, Tensor):
         raise TypeError(f"bias is a {type(bias).__name__} but weight is one tensor; expected a torch.Tensor or None")
-    return list(bias)
+    return [bias]

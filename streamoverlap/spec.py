@@ -31,7 +31,8 @@ class PlanSpec:
         chunks: parts that each shard is exchanged and multiplied in, 1 to 64. Rows need not divide.
         compute_streams: GEMMs go round robin over this many streams, 1 to 3.
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
-            ``"sum"`` adds all in float32 (float64 for float64) and rounds once. Ignored by the gathers.
+            ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
+            (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter; ignored elsewhere.
 
     Raises:
         ValueError: a field is out of range; the message names it.

@@ -2,14 +2,93 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
+
+from streamoverlap.store import wait_for
+
+_allocations = itertools.count()
 
 
-def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[object, list[int]]:
-    """`size` bytes on every rank of `group` (collective): their owner, and where each rank's are in this process."""
+def allocate(
+    size: int, store: dist.Store, rank: int, world: int, device: torch.device, timeout: timedelta
+) -> tuple[object, list[int]]:
+    """Allocates `size` bytes on every rank, collectively; `store` must be new to all of them.
+
+    Returns:
+        What keeps the memory, and where each rank's is in this process.
+    """
     tensor = symm_mem.empty(size, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(tensor, group.group_name)
-    offset = tensor.data_ptr() - handle.buffer_ptrs[group.rank()]
-    return (tensor, handle), [pointer + offset for pointer in handle.buffer_ptrs]
+    # Torch finds ranks and store by the name of a group; this one is a name, ranks and store, and nothing else.
+    name = f"streamoverlap/{next(_allocations)}"
+    numbered = _Renumbered(store, timeout)
+    group = ProcessGroup(numbered, rank, world)
+    _register_process_group(name, group)
+    try:
+        with _no_multicast():
+            handle = _SymmetricMemory.rendezvous(tensor, name)
+    finally:
+        _unregister_process_group(name)
+    offset = tensor.data_ptr() - handle.buffer_ptrs[rank]
+    return (tensor, handle, group, numbered), [pointer + offset for pointer in handle.buffer_ptrs]
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    """NVLink multicast is of no use here, and a rendezvous that sets it up can put a host's GPUs out of service."""
+    variable = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+class _Renumbered(dist.Store):
+    """A store whose keys count this rendezvous' exchanges only.
+
+    Torch numbers the exchanges of a process, not those of a group (StoreExchange in CUDASymmetricMemoryUtils.hpp), so
+    ranks that are in different numbers of groups wait for keys that nobody sets.
+    """
+
+    _KEY = re.compile(r"(.*)/(\d+)/(\d+)")
+
+    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout = timeout
+        self._numbers: dict[str, int] = {}
+
+    def _renumber(self, key: str) -> str:
+        match = self._KEY.fullmatch(key)
+        if match is None:
+            return key
+        prefix, number, rank = match.groups()
+        return f"{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._renumber(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumber(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        wait_for(self._store, [self._renumber(key) for key in keys], (timeout or self._timeout).total_seconds())

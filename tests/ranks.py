@@ -45,10 +45,15 @@ class Answer:
     error: str | None = None
 
 
-class Pool:
-    """`world` processes, the ranks of one group."""
+def on_cpu(rank: int, world: int) -> str:
+    """What a process does first; returns the backend of its group."""
+    return "gloo"
 
-    def __init__(self, world: int) -> None:
+
+class Pool:
+    """`world` processes, the ranks of one group. `begin` is called first in each, and returns the group's backend."""
+
+    def __init__(self, world: int, begin: Callable[[int, int], str] = on_cpu) -> None:
         self.world = world
         self.broken = False
         # Hosted here, so that it outlives any rank that a test kills.
@@ -58,7 +63,7 @@ class Pool:
         self._pipes = [ours for ours, _ in pipes]
         self._workers = [
             _processes.Process(
-                target=_work, args=(rank, world, self._store.port, theirs, str(self._log(rank))), daemon=True
+                target=_work, args=(rank, world, self._store.port, theirs, str(self._log(rank)), begin), daemon=True
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -132,12 +137,13 @@ class Pool:
 class Pools:
     """A pool for each world size, started when asked for and replaced when broken: ``pools(4).run(...)``."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[int, int], str] = on_cpu) -> None:
+        self._begin = begin
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world: int) -> Pool:
         if world not in self._pools or self._pools[world].broken:
-            self._pools[world] = Pool(world)
+            self._pools[world] = Pool(world, self._begin)
         return self._pools[world]
 
     def close(self) -> None:
@@ -164,14 +170,17 @@ def _receive(pipe: connection.Connection) -> Answer:
         return Answer(error="the process has died")
 
 
-def _work(rank: int, world: int, port: int, pipe: connection.Connection, log: str) -> None:
+def _work(
+    rank: int, world: int, port: int, pipe: connection.Connection, log: str, begin: Callable[[int, int], str]
+) -> None:
     with open(log, "w", buffering=1) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_STORE_TIMEOUT)
+    backend = begin(rank, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_STORE_TIMEOUT)
     while True:
         try:
             message = pipe.recv_bytes()

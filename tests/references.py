@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,39 +94,45 @@ def expected(case: Case, rank: int, world: int) -> list[Tensor]:
     return [total.chunk(world)[rank] if len(total) else total]
 
 
-def call(case: Case, given: Inputs, on: ProcessGroup | so.Communicator | None) -> list[Tensor]:
-    """Makes the call on a group, or on a communicator; the results in the order of `expected`."""
-    if isinstance(on, so.Communicator):
-        return _call_communicator(case, given, on)
-    if case.operation == "all_gather":
-        return [so.all_gather(given.x, on, plan=case.plan)]
-    if case.operation == "reduce_scatter":
-        return [so.reduce_scatter(given.x, on, plan=case.plan)]
+def call(
+    case: Case, given: Inputs, on: ProcessGroup | so.Communicator | None, **options: Any
+) -> list[Tensor] | so.Work:
+    """Makes the call on a group, or on a communicator; the results in the order of `expected`, or a Work of them."""
+    found = (_call_communicator if isinstance(on, so.Communicator) else _call_group)(case, given, on, options)
+    return found.with_result(_flat) if isinstance(found, so.Work) else _flat(found)
+
+
+def _flat(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for part in result if part is not None for tensor in _flat(part)]
+
+
+def _call_group(case: Case, given: Inputs, on: ProcessGroup | None, options: dict[str, Any]) -> Any:
+    if "gemm" not in case.operation:
+        return getattr(so, case.operation)(given.x, on, plan=case.plan, **options)
     if case.operation == "gemm_reduce_scatter":
         bias = given.biases[0] if given.biases else None
-        return [so.gemm_reduce_scatter(given.x, given.weights[0], on, bias=bias, plan=case.plan)]
+        return so.gemm_reduce_scatter(given.x, given.weights[0], on, bias=bias, plan=case.plan, **options)
     single = len(given.weights) == 1
-    result = so.all_gather_gemm(
+    return so.all_gather_gemm(
         given.x,
         given.weights[0] if single else given.weights,
         on,
         bias=(given.biases[0] if single else given.biases) if given.biases else None,
         return_gathered=case.gathered,
         plan=case.plan,
+        **options,
     )
-    outputs, gathered = result if case.gathered else (result, None)
-    outputs = [outputs] if single else list(outputs)
-    return outputs if gathered is None else [*outputs, gathered]
 
 
-def _call_communicator(case: Case, given: Inputs, comm: so.Communicator) -> list[Tensor]:
+def _call_communicator(case: Case, given: Inputs, comm: so.Communicator, options: dict[str, Any]) -> Any:
     if case.operation == "all_gather_gemm":
-        outputs, gathered = comm.all_gather_gemm(given.x, given.weights, given.biases, case.gathered, case.plan)
-        return outputs if gathered is None else [*outputs, gathered]
+        return comm.all_gather_gemm(given.x, given.weights, given.biases, case.gathered, case.plan, **options)
     if case.operation == "gemm_reduce_scatter":
         bias = given.biases[0] if given.biases else None
-        return [comm.gemm_reduce_scatter(given.x, given.weights[0], bias, case.plan)]
-    return [getattr(comm, case.operation)(given.x, case.plan)]
+        return comm.gemm_reduce_scatter(given.x, given.weights[0], bias, case.plan, **options)
+    return getattr(comm, case.operation)(given.x, case.plan, **options)
 
 
 def differences(case: Case, results: list[Tensor], wanted: list[Tensor]) -> str | None:

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../group/fd_exchange.h"
@@ -42,6 +44,8 @@ class Backend {
 
   // For tests: called before every op, with the number of the call.
   virtual void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) = 0;
+  // For tests: the private CUDA streams of eager calls by role, as handles.
+  virtual std::map<std::string, std::uintptr_t> raw_streams() const { return {}; }
 };
 
 std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group>, std::shared_ptr<FdExchange>);

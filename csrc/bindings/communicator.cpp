@@ -13,7 +13,7 @@
 namespace streamoverlap {
 namespace {
 
-// Slots grow in steps, so that slowly growing token counts do not set up again at each call.
+// What symmetric memory is made of.
 constexpr std::int64_t kGrowthStep = 2 << 20;
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -25,12 +25,13 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
-Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device)
+Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots)
     : device_(device) {
   config_.name = std::move(group_name);
   config_.rank = rank;
   config_.world = world;
   config_.timeout = milliseconds(timeout_seconds);
+  config_.slots = slots;
 #ifdef STREAMOVERLAP_WITH_CUDA
   if (device_ >= 0) config_.slots = cuda_slots();
 #endif
@@ -140,7 +141,12 @@ void Communicator::grow(std::int64_t bytes) {
   if (on_growth_) on_growth_(bytes);
 }
 
-std::int64_t Communicator::slot_bytes() const { return backend_->slot_bytes(); }
+void Communicator::reserve(std::int64_t slot_bytes) {
+  const std::lock_guard<std::mutex> lock(order_);
+  if (!backend_->fits(slot_bytes)) grow(slot_bytes);
+}
+
+std::int64_t Communicator::slot_bytes() { return backend_->slot_bytes(); }
 
 void Communicator::set_timeout(double seconds) { group_->set_timeout(milliseconds(seconds)); }
 
@@ -167,5 +173,7 @@ void Communicator::check() { group_->check(); }
 void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) {
   backend_->set_before_op(std::move(hook));
 }
+
+std::map<std::string, std::uintptr_t> Communicator::raw_streams() const { return backend_->raw_streams(); }
 
 }  // namespace streamoverlap

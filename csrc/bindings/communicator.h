@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,7 +24,7 @@ namespace streamoverlap {
 class Communicator {
  public:
   // device: a CUDA ordinal, or -1 for the CPU.
-  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device);
+  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots);
   ~Communicator();
 
   // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
@@ -49,7 +50,9 @@ class Communicator {
   std::pair<at::Tensor, WorkPointer> reduce_scatter(const at::Tensor& x, const plan::Spec& spec,
                                                     const CallOptions& options);
 
-  std::int64_t slot_bytes() const;
+  // Collective: slots of at least this many bytes.
+  void reserve(std::int64_t slot_bytes);
+  std::int64_t slot_bytes();
   void set_timeout(double seconds);
   void abort(const std::string& cause);
   void set_report_path(const std::string& path);
@@ -58,6 +61,7 @@ class Communicator {
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
   Group& group() const { return *group_; }  // from connect() on
+  std::map<std::string, std::uintptr_t> raw_streams() const;
 
  private:
   WorkPointer run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec, const CallOptions& options);

@@ -1,4 +1,6 @@
 #include <atomic>
+#include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -46,8 +48,17 @@ class HostBackend : public Backend {
 
   std::unique_ptr<InFlight> issue(std::shared_ptr<const Problem> problem, const CallOptions& options) override {
     const Call& call = problem->call;
-    auto pending = executor_.issue(call, std::make_shared<HostCompute>(std::move(problem)), streams_, options.timeout);
-    return std::make_unique<HostCall>(std::move(pending));
+    try {
+      return std::make_unique<HostCall>(
+          executor_.issue(call, std::make_shared<HostCompute>(problem), streams_, options.timeout));
+    } catch (const std::bad_alloc&) {
+      AbortRecord record;  // the peers have this call; they must not wait for it
+      record.signature = call.signature;
+      record.culprit = group_->rank();
+      set_text(record.cause, "out of memory for scratch of " + std::to_string(call.scratch_bytes()) + " bytes");
+      group_->abort(record);
+      throw;
+    }
   }
 
   std::uintptr_t op_stream(const CallOptions&) const override { return 0; }

@@ -14,12 +14,16 @@ void HostCompute::gemm(const plan::Op& op, Block a, const Block* c, Block d) {
   const at::NoGradGuard no_grad;
   const at::Tensor input = matrix(a);
   for (std::size_t i = 0; i < problem_.weights.size(); ++i) {
-    at::Tensor out = matrix(d);
+    Block block = d;
     if (i > 0) {
       // Further weights share the plan's one output region: the same rows, of their own output.
       const at::Tensor& output = problem_.outputs[i];
-      out = output.view({-1, output.size(-1)}).narrow(0, d.shard * problem_.shard_rows + d.rows.begin, d.rows.count);
+      block.row_bytes = output.size(-1) * static_cast<std::int64_t>(output.element_size());
+      block.data =
+          static_cast<std::byte*>(output.data_ptr()) + (d.shard * problem_.shard_rows + d.rows.begin) * block.row_bytes;
     }
+    if (block.row_bytes == 0) continue;
+    at::Tensor out = matrix(block);
     const at::Tensor weight = problem_.weights[i].t();
     if (c != nullptr) {
       at::addmm_out(out, matrix(*c), input, weight);

@@ -48,13 +48,13 @@ at::Tensor matrix_input(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, "x has shape ", x.sizes(),
                     "; expected 2 dimensions [rows, K] or 3 dimensions [s, b, K]");
   TORCH_CHECK_VALUE(x.size(-1) > 0, "x has shape ", x.sizes(), "; expected at least one column");
-  return x.contiguous();
+  return x.resolve_neg().contiguous();
 }
 
 at::Tensor plain_input(const at::Tensor& x) {
   check_tensor(x, "x");
   TORCH_CHECK_VALUE(x.dim() >= 1, "x is a scalar; expected at least 1 dimension, of which the first is exchanged");
-  return x.contiguous();
+  return x.resolve_neg().contiguous();
 }
 
 // Dense along one dimension, and rows that do not overlap. The stride of a dimension of size 1 says nothing.
@@ -69,6 +69,7 @@ bool is_row_major(const at::Tensor& matrix) {
 void check_weight(const at::Tensor& weight, const std::string& argument, const at::Tensor& x) {
   check_like(weight, argument, x);
   TORCH_CHECK_VALUE(weight.dim() == 2, argument, " has shape ", weight.sizes(), "; expected 2 dimensions [N, K]");
+  TORCH_CHECK_VALUE(!weight.is_neg(), argument, " is a lazily negated view; expected its values: call .resolve_neg()");
   const std::int64_t k = x.size(-1);
   TORCH_CHECK_VALUE(weight.size(1) == k, argument, ".shape[1] is ", weight.size(1), " but x.shape[-1] is ", k,
                     "; expected them equal");
@@ -82,7 +83,7 @@ at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const
   check_like(bias, argument, x);
   TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == n, argument, " has shape ", bias.sizes(), "; expected [", n,
                     "], one value a row of weight");
-  return bias.contiguous();
+  return bias.resolve_neg().contiguous();
 }
 
 void check_divisible(const at::Tensor& x, int world) {

@@ -25,7 +25,7 @@ struct Problem {
 
   std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan
   std::string description() const;              // for messages
-  bool empty() const { return shard_rows == 0; }
+  bool empty() const { return shard_rows == 0 || call.row_bytes(plan::Buffer::Slot) == 0; }  // nothing to exchange
 };
 
 // How a BLAS reads a weight that has passed the checks.

@@ -46,16 +46,15 @@ auto released(Result (Self::*method)(Args...)) {
   });
 }
 
-// Streams may wait for the GIL to let go of a tensor, and destructors for streams.
-struct WithoutGil {
-  template <class T>
-  void operator()(T* object) const {
-    std::optional<py::gil_scoped_release> no_gil;
-    if (PyGILState_Check()) no_gil.emplace();
-    delete object;
-  }
-};
-using no_gil = py::call_guard<py::gil_scoped_release>;
+// Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its end,
+// which waits for both, must not hold it.
+std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, double timeout, int device, int slots) {
+  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots), [](Communicator* communicator) {
+            std::optional<py::gil_scoped_release> no_gil;
+            if (PyGILState_Check()) no_gil.emplace();
+            delete communicator;
+          }};
+}
 
 // allocate(bytes) returns (owner, address by rank); both callable and owner are let go with the GIL held.
 std::shared_ptr<void> owned(py::object object) {
@@ -104,11 +103,8 @@ void register_communicator(py::module_& m) {
       .def("stream", &Work::stream);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](std::string group_name, int rank, int world, double timeout, int device) {
-             auto made = std::make_unique<Communicator>(std::move(group_name), rank, world, timeout, device);
-             return std::shared_ptr<Communicator>(made.release(), WithoutGil());
-           }),
-           py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"), py::arg("device") = -1)
+      .def(py::init(&make), py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
+           py::arg("device") = -1, py::arg("slots") = 2)
       .def("address", &Communicator::address)
       .def(
           "connect",
@@ -124,22 +120,25 @@ void register_communicator(py::module_& m) {
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
-      .def("slot_bytes", &Communicator::slot_bytes, no_gil())
-      .def("set_timeout", &Communicator::set_timeout, py::arg("seconds"), no_gil())
-      .def("set_report_path", &Communicator::set_report_path, py::arg("path"), no_gil())
-      .def("abort", &Communicator::abort, py::arg("cause"), no_gil())
+      .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))
+      .def("slot_bytes", released(&Communicator::slot_bytes))
+      .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
+      .def("set_report_path", released(&Communicator::set_report_path), py::arg("path"))
+      .def("abort", released(&Communicator::abort), py::arg("cause"))
       .def("finish", released(&Communicator::finish), py::arg("seconds"))
       .def("check", released(&Communicator::check))
       .def(
           "set_test_hook",
           [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,
              std::int64_t kill_at, std::int64_t stop_at) {
-            const py::gil_scoped_release released;
             self.set_before_op(make_hook({seed, max_delay_ms, std::move(streams), kill_at, stop_at}));
           },
-          py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"), py::arg("kill_at"), py::arg("stop_at"))
+          py::call_guard<py::gil_scoped_release>(), py::arg("seed"), py::arg("max_delay_ms"), py::arg("streams"),
+          py::arg("kill_at"), py::arg("stop_at"))
       .def(
-          "clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); }, no_gil());
+          "clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("raw_streams", &Communicator::raw_streams);
 
 #ifdef STREAMOVERLAP_WITH_CUDA
   m.attr("WITH_CUDA") = true;

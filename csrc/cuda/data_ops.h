@@ -28,6 +28,12 @@ struct Operands {
   c10::ArrayRef<Weight> weights;  // a Gemm of the plan multiplies each; none for plans without one
 };
 
+// By torch's settings, old and new; allowTF32CuBLAS() throws where they are mixed.
+inline bool tf32_allowed() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
 // Calls visit(shape, pointers) for every product of a Gemm step, in the order in which they are enqueued.
 template <class Visit>
 void for_each_product(const Step& step, const Operands& operands, const Bases& bases, const Visit& visit) {
@@ -36,7 +42,7 @@ void for_each_product(const Step& step, const Operands& operands, const Bases& b
   shape.m = step.rows;
   shape.k = shape.lda = step.a_row_bytes / size;
   shape.dtype = operands.dtype;
-  shape.tf32 = operands.dtype == at::ScalarType::Float && at::globalContext().allowTF32CuBLAS();
+  shape.tf32 = operands.dtype == at::ScalarType::Float && tf32_allowed();
   GemmPointers at;
   at.a = step.a.in(bases);
   at.c = step.c.in(bases);

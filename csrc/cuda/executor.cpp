@@ -42,6 +42,11 @@ Executor::~Executor() {
   bool is_idle = false;
   try {
     is_idle = wait_until([this] { return idle(); }, group_->aborted() ? kAbortedDrain : group_->timeout());
+    if (!is_idle && !group_->aborted()) {
+      // The watchdog releases what waits, as long as it knows how.
+      abort(0, "closed its communicator while a call was in flight");
+      is_idle = wait_until([this] { return idle(); }, kAbortedDrain);
+    }
   } catch (...) {  // CUDA is no more, or has failed for good
   }
   group_->on_abort(nullptr);
@@ -56,9 +61,10 @@ Executor::~Executor() {
 
 void Executor::use_slots(Lane::Use use, const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
                          std::shared_ptr<void> owner) {
+  std::vector<std::shared_ptr<void>> unused;  // let go after the lock: an owner may take locks of its own
   const std::lock_guard<std::mutex> lock(issue_);
   drain_locked("to replace its slots");
-  lane(use).use_slots(bases, slot_bytes, std::move(owner));
+  unused = lane(use).use_slots(bases, slot_bytes, std::move(owner));
 }
 
 std::int64_t Executor::slot_bytes(Lane::Use use) const {
@@ -70,11 +76,6 @@ bool Executor::is_idle() const {
   const std::lock_guard<std::mutex> lock(issue_);
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   return idle();
-}
-
-void Executor::drain() {
-  const std::lock_guard<std::mutex> lock(issue_);
-  drain_locked("for its calls to end");
 }
 
 void Executor::drain_locked(const std::string& purpose) const {
@@ -138,17 +139,16 @@ void Executor::validate(const Call& call, const Operands& operands) const {
   }
 }
 
-bool Executor::Prepared::is_of(const Call& call) const {
-  if (plan != call.plan || shard_rows != call.shard_rows) return false;
+Executor::CallKey::CallKey(const Call& call) : plan(call.plan), signature(call.signature), shard_rows(call.shard_rows) {
   for (int i = 0; i < plan::kBuffers; ++i) {
-    if (row_bytes[i] != call.views[i].row_bytes || shard_bytes[i] != call.views[i].shard_bytes) return false;
+    row_bytes[i] = call.views[i].row_bytes;
+    shard_bytes[i] = call.views[i].shard_bytes;
   }
-  return true;
 }
 
-Executor::Prepared* Executor::find(const Call& call) {
-  const auto found = prepared_.find(call.signature);
-  return found != prepared_.end() && found->second.is_of(call) ? &found->second : nullptr;
+Steps* Executor::find(const Call& call) {
+  const auto found = prepared_.find(CallKey(call));
+  return found != prepared_.end() ? &found->second : nullptr;
 }
 
 // False: one of them was not added to the cache yet.
@@ -194,29 +194,29 @@ void Executor::issue(const Call& call, const Operands& operands, const CUDAStrea
   std::uint64_t& calls = capture ? capture_.calls : eager_calls_;
   const int slot = static_cast<int>(calls % kSlotsPerLane);
 
-  const auto is_ready = [&](const Prepared* prepared) {
-    return prepared && lane.has_room(call, prepared->steps) && set.has_workspaces(prepared->steps.workspaces) &&
-           find_gemms(prepared->steps, operands, lane.bases(slot, call));
+  const auto is_ready = [&](const Steps* steps) {
+    return steps && lane.has_room(call, *steps) && set.has_workspaces(steps->workspaces) &&
+           find_gemms(*steps, operands, lane.bases(slot, call));
   };
-  Prepared* prepared = find(call);
-  const bool ready = is_ready(prepared);
+  Steps* steps = find(call);
+  const bool ready = is_ready(steps);
   if (!ready) {
     if (capture) {
       throw std::runtime_error(plan::to_string(call.plan->spec) + " with these shapes was not prepared; call " +
                                "streamoverlap.prepare(...) before capturing");
     }
     prepare_locked(call, operands);
-    prepared = find(call);
+    steps = find(call);
   }
-  validate_streams(prepared->steps, set, current);
+  validate_streams(*steps, set, current);
   if (!ready) {
-    set.reserve_workspaces(prepared->steps.workspaces);
-    if (!is_ready(prepared)) throw std::logic_error("a call is not ready after it was prepared");
+    set.reserve_workspaces(steps->workspaces);
+    if (!is_ready(steps)) throw std::logic_error("a call is not ready after it was prepared");
   }
 
   group_->own().head().issued.store(++calls_, std::memory_order_relaxed);
   ++calls;
-  const Issue issue{prepared->steps,
+  const Issue issue{*steps,
                     operands,
                     lane,
                     lane.bases(slot, call),
@@ -308,15 +308,20 @@ void Executor::write_progress(const Issue& issue, std::uint32_t running, millise
   enqueue(ops.data(), count, issue.last.stream(), issue.capturing);
 }
 
+// Peers have this call, or will have it; they must not wait for a rank that cannot make it.
+void Executor::abort(std::uint32_t signature, const char* cause) noexcept {
+  AbortRecord record;
+  record.signature = signature;
+  record.culprit = group_->rank();
+  set_text(record.cause, cause);
+  group_->abort(record);
+}
+
 // Part of a call is on the streams: peers cannot finish it, and the caller's memory may be in use. The watchdog
 // releases what waits; `current` comes after it.
 void Executor::fail(const Issue& issue, const char* cause) noexcept {
   try {
-    AbortRecord record;
-    record.signature = issue.signature;
-    record.culprit = group_->rank();
-    set_text(record.cause, cause);
-    group_->abort(record);
+    abort(issue.signature, cause);
     at::cuda::CUDAEvent reached;
     for (plan::Stream role = plan::kSend; role < plan::kCompute + issue.steps.compute_streams; ++role) {
       reached.record(issue.streams.at(role));

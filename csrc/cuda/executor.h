@@ -8,10 +8,12 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -58,22 +60,22 @@ class Executor {
              StreamSet* streams = nullptr, std::chrono::milliseconds timeout = std::chrono::milliseconds{0},
              at::cuda::CUDAEvent* end = nullptr);
 
-  const StreamSet& streams(Lane::Use use) const { return lane(use).streams(); }
-
   bool is_idle() const;  // no call is in flight
 
-  // Until no eager call is in flight. Throws AbortError, or std::runtime_error after the group's timeout.
-  void drain();
+  const StreamSet& streams(Lane::Use use) const { return lane(use).streams(); }  // the private set
 
  private:
-  // What `steps` were compiled from; a signature is a hash, and might stand for two calls.
-  struct Prepared {
-    const plan::Plan* plan = nullptr;
-    std::int64_t shard_rows = 0;
-    std::array<std::int64_t, plan::kBuffers> row_bytes{}, shard_bytes{};
-    Steps steps;
+  // What steps are compiled from. A signature is less: layers that exchange alike have the same one, whatever they
+  // multiply by.
+  struct CallKey {
+    explicit CallKey(const Call& call);
+    auto tie() const { return std::tie(plan, signature, shard_rows, row_bytes, shard_bytes); }
+    bool operator<(const CallKey& other) const { return tie() < other.tie(); }
 
-    bool is_of(const Call& call) const;
+    const plan::Plan* plan;
+    std::uint32_t signature;
+    std::int64_t shard_rows;
+    std::array<std::int64_t, plan::kBuffers> row_bytes{}, shard_bytes{};
   };
   struct ReadyGemm {
     const Gemm* gemm;
@@ -113,7 +115,7 @@ class Executor {
   void validate_steps(const Steps& steps, const Operands& operands) const;
   void validate_streams(const Steps& steps, const StreamSet& set, const c10::cuda::CUDAStream& current) const;
 
-  Prepared* find(const Call& call);
+  Steps* find(const Call& call);
   void prepare_locked(const Call& call, const Operands& operands);
   void rehearse(const Call& call, const Operands& operands, const Steps& steps);
   bool find_gemms(const Steps& steps, const Operands& operands, const Bases& bases);
@@ -121,6 +123,7 @@ class Executor {
   void follow(const Issue& issue, at::cuda::CUDAEvent& previous) const;
   void run(const Issue& issue);
   void write_progress(const Issue& issue, std::uint32_t running, std::chrono::milliseconds timeout) const;
+  void abort(std::uint32_t signature, const char* cause) noexcept;
   void fail(const Issue& issue, const char* cause) noexcept;
 
   bool idle() const;
@@ -137,7 +140,7 @@ class Executor {
   std::uint64_t calls_ = 0;
   std::uint64_t eager_calls_ = 0;
   std::unique_ptr<Resources> resources_;
-  std::unordered_map<std::uint32_t, Prepared> prepared_;
+  std::map<CallKey, Steps> prepared_;
   std::vector<ReadyGemm> ready_gemms_;  // of the call being issued, in the order of steps
   Capture capture_;
 };

@@ -16,7 +16,8 @@ constexpr std::int64_t kSlotAlignment = 256;  // what allocators give; GEMMs are
 
 Lane::Lane(Use use, int world, c10::DeviceIndex device) : use_(use), world_(world), streams_(StreamSet::make(device)) {}
 
-void Lane::use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes, std::shared_ptr<void> owner) {
+std::vector<std::shared_ptr<void>> Lane::use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
+                                                   std::shared_ptr<void> owner) {
   if (bases.size() != static_cast<std::size_t>(world_)) {
     throw std::invalid_argument("bases has " + std::to_string(bases.size()) + " pointers, expected one for each of " +
                                 std::to_string(world_) + " ranks");
@@ -34,8 +35,10 @@ void Lane::use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_byt
     for (int rank = 0; rank < world_; ++rank) bases_[slot][kSlotOf + rank] = bases[rank] + slot * slot_bytes;
   }
   slot_bytes_ = slot_bytes;
-  if (use_ == Use::Eager) owners_.clear();
+  std::vector<std::shared_ptr<void>> replaced;
+  if (use_ == Use::Eager) replaced.swap(owners_);  // graphs may refer to captured ones
   owners_.push_back(std::move(owner));
+  return replaced;
 }
 
 bool Lane::has_room(const Call& call, const Steps& steps) const {

@@ -33,7 +33,9 @@ class Lane {
   at::cuda::CUDAEvent& last_use(int slot) { return last_use_[slot]; }
 
   // bases[r]: where rank r's slots of this lane start, one after the other, in this process. `owner` keeps them.
-  void use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes, std::shared_ptr<void> owner);
+  // Returns the owners of those that are used no more.
+  std::vector<std::shared_ptr<void>> use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
+                                               std::shared_ptr<void> owner);
   std::int64_t slot_bytes() const { return slot_bytes_; }
   std::vector<std::shared_ptr<void>> take_owners() { return std::exchange(owners_, {}); }
 

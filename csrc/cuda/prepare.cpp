@@ -24,12 +24,12 @@ void Executor::prepare(const Call& call, const Operands& operands) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   validate_slots(call, Lane::Use::Captured);
   prepare_locked(call, operands);
-  resources_->captured.reserve(call, find(call)->steps);
+  resources_->captured.reserve(call, *find(call));
 }
 
 // While a stream waits for a flag, the first launch of a kernel that is not loaded yet blocks the host until the wait
 // ends. So nothing of this communicator is in flight here, and no kernel is new to the driver afterwards.
-void Executor::prepare_locked(const Call& call, const Operands& operands) {
+void Executor::prepare_locked(const Call& call, const Operands& operands) try {
   // Another thread's capture must not make the queries and allocations below an error.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   validate_slots(call, Lane::Use::Eager);
@@ -37,25 +37,20 @@ void Executor::prepare_locked(const Call& call, const Operands& operands) {
   if (!group_->described(call.signature)) group_->describe(call.signature, text);
   drain_locked("for the first use of " + text);
 
-  Prepared* known = find(call);
-  Prepared fresh;
-  if (!known) {
-    fresh.plan = call.plan;
-    fresh.shard_rows = call.shard_rows;
-    for (int i = 0; i < plan::kBuffers; ++i) {
-      fresh.row_bytes[i] = call.views[i].row_bytes;
-      fresh.shard_bytes[i] = call.views[i].shard_bytes;
-    }
-    fresh.steps = compile(call, group_->layout(), resources_->controls);
-  }
-  const Steps& steps = known ? known->steps : fresh.steps;
+  const Steps* known = find(call);
+  Steps fresh;
+  if (!known) fresh = compile(call, group_->layout(), resources_->controls);
+  const Steps& steps = known ? *known : fresh;
   validate_steps(steps, operands);
   resources_->eager.reserve(call, steps);
   if (resources_->captured.slot_bytes() > 0) resources_->captured.reserve(call, steps);
   if (!find_gemms(steps, operands, resources_->eager.bases(0, call)) || !known) rehearse(call, operands, steps);
   if (known) return;
   group_->set_awaited(call.signature, steps.awaited);
-  prepared_.insert_or_assign(call.signature, std::move(fresh));
+  prepared_.emplace(CallKey(call), std::move(fresh));
+} catch (const std::exception& error) {
+  abort(call.signature, error.what());
+  throw;
 }
 
 void Executor::validate_slots(const Call& call, Lane::Use use) const {

@@ -117,7 +117,11 @@ AbortError Group::error(std::uint32_t own_signature) const {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return AbortError(control(0).head().record, name(), rank(), world(), text(own_signature));
+  AbortRecord record = control(0).head().record;
+  // The reporter knows its own calls only; this rank may know the other one.
+  const std::string other = text(record.other_signature);
+  if (record.kind == AbortKind::Mismatch && !other.empty()) set_text(record.cause, other);
+  return AbortError(record, name(), rank(), world(), text(own_signature));
 }
 
 void Group::check() const {

@@ -144,7 +144,6 @@ def _launch(problem: Problem, plan: so.PlanSpec | None) -> list[Outcome]:
         local_addr="127.0.0.1",
         max_restarts=0,
         start_method="forkserver",
-        shutdown_timeout=5,
     )
     outcomes = elastic_launch(config, demo_rank.run_rank)(problem, plan, threads)
     return [outcomes[rank] for rank in range(problem.world)]

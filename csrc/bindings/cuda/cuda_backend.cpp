@@ -1,6 +1,8 @@
 #include <ATen/cuda/CUDAContext.h>
 
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,9 +25,8 @@ class CudaBackend : public Backend {
  public:
   CudaBackend(std::shared_ptr<Group> group, int device, AllocateSlots allocate)
       : device_(static_cast<c10::DeviceIndex>(device)),
-        world_(group->world()),
-        allocate_(std::move(allocate)),
         group_(group),
+        allocate_(std::move(allocate)),
         executor_(std::move(group), device_) {}
 
   std::int64_t slot_bytes() const override { return executor_.slot_bytes(Lane::Use::Eager); }
@@ -55,7 +56,15 @@ class CudaBackend : public Backend {
   void prepare(const Problem& problem) override {
     if (capturing()) throw std::runtime_error("streamoverlap.prepare was called in a capture; expected it before");
     if (executor_.slot_bytes(Lane::Use::Captured) < problem.call.slot_bytes()) {
-      grow(Lane::Use::Captured, slot_bytes());
+      try {
+        grow(Lane::Use::Captured, slot_bytes());
+      } catch (const std::exception& error) {
+        AbortRecord record;  // the peers wait for this rank's memory, or have it already
+        record.culprit = group_->rank();
+        set_text(record.cause, error.what());
+        group_->abort(record);
+        throw;
+      }
     }
     executor_.prepare(problem.call, operands(problem));
   }
@@ -66,9 +75,18 @@ class CudaBackend : public Backend {
     throw std::runtime_error("ops on a GPU have no hook; delay its streams instead");
   }
 
+  std::map<std::string, std::uintptr_t> raw_streams() const override {
+    const cuda::StreamSet& set = executor_.streams(Lane::Use::Eager);
+    std::map<std::string, std::uintptr_t> streams;
+    for (plan::Stream role = plan::kSend; role < plan::kCompute + set.compute_streams(); ++role) {
+      streams[plan::name(role)] = reinterpret_cast<std::uintptr_t>(set.at(role).stream());
+    }
+    return streams;
+  }
+
  private:
   void grow(Lane::Use use, std::int64_t slot_bytes) {
-    if (world_ == 1) return;
+    if (group_->world() == 1) return;
     SlotMemory memory = allocate_(slot_bytes * cuda::kSlotsPerLane);
     executor_.use_slots(use, memory.bases, slot_bytes, std::move(memory.owner));
   }
@@ -87,10 +105,9 @@ class CudaBackend : public Backend {
   }
 
   c10::DeviceIndex device_;
-  int world_;
+  std::shared_ptr<Group> group_;
   AllocateSlots allocate_;
   std::vector<cuda::Weight> weights_;
-  std::shared_ptr<Group> group_;
   std::shared_ptr<Keeper> keeper_ = std::make_shared<Keeper>();
   Executor executor_;  // last: it waits for the calls whose tensors are kept
 };
