@@ -72,8 +72,8 @@ def test_no_question_holds_all_threads_while_a_call_waits() -> None:
 
 
 def fall_back(rank: int, world: int, group) -> tuple[str | None, bool]:
-    original = module._host
-    module._host = lambda: f"host {rank}"
+    original = module.host_id
+    module.host_id = lambda: f"host {rank}"
     try:
         with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
             comm.set_timeout(3)
@@ -84,7 +84,7 @@ def fall_back(rank: int, world: int, group) -> tuple[str | None, bool]:
             assert comm.last_choice.plan.algorithm == "serial"
             return comm.fallback, right and comm.last_choice.reason == comm.fallback
     finally:
-        module._host = original
+        module.host_id = original
 
 
 def test_ranks_on_several_hosts_agree_on_serial() -> None:

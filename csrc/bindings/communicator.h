@@ -60,7 +60,9 @@ class Communicator {
   void finish(double seconds);
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
-  Group& group() const { return *group_; }  // from connect() on
+  // As of Group, for errors.
+  std::string report(std::chrono::milliseconds wait) const { return group_->report(wait); }
+  bool first_to_ask() { return group_->first_to_ask(); }
   std::map<std::string, std::uintptr_t> raw_streams() const;
 
  private:

@@ -19,6 +19,7 @@ class HostCall : public InFlight {
     pending_->wait();
     joined_ = true;
   }
+  bool is_settled() override { return joined_; }
   bool is_completed() override { return joined_ || pending_->ended()->reached(); }
   bool wait_until(Clock::time_point deadline) override { return joined_ || pending_->ended()->wait_until(deadline); }
   void check() override { pending_->check(); }

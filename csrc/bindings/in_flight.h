@@ -29,6 +29,8 @@ class InFlight {
   // itself. Throws the call's failure, as far as it is known.
   virtual void join() = 0;
   virtual bool is_completed() = 0;  // with or without success
+  // Completed, and joined in such a way that nobody needs to hold it any more.
+  virtual bool is_settled() = 0;
   // Until is_completed(); false: not by `deadline`.
   virtual bool wait_until(Clock::time_point deadline) = 0;
   // Throws the call's failure, if it is known by now.

@@ -20,8 +20,9 @@ namespace {
 constexpr std::chrono::milliseconds kReportWait{200};  // the watchdog looks every few milliseconds
 
 // AbortError becomes the Python class of its kind, with its fields and what the watchdog saw as attributes.
-[[noreturn]] void raise(const AbortError& error, Group& group) {
-  const std::string report = group.report(kReportWait);
+template <class Source>  // Communicator or Work
+[[noreturn]] void raise(const AbortError& error, Source& source) {
+  const std::string report = source.report(kReportWait);
   const py::gil_scoped_acquire gil;
   const char* name = error.kind == AbortKind::PeerTimeout ? "PeerTimeoutError"
                      : error.kind == AbortKind::Mismatch  ? "MismatchError"
@@ -29,7 +30,7 @@ constexpr std::chrono::milliseconds kReportWait{200};  // the watchdog looks eve
   const py::module_ errors = py::module_::import("streamoverlap.errors");
   const py::object value =
       errors.attr(name)(error.what(), error.group, error.op, error.peer, error.elapsed, report);
-  if (group.first_to_ask()) errors.attr("log_failure")(value);
+  if (source.first_to_ask()) errors.attr("log_failure")(value);
   PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
   throw py::error_already_set();
 }
@@ -41,7 +42,7 @@ auto released(Result (Self::*method)(Args...)) {
     try {
       return (self.*method)(std::forward<Args>(args)...);
     } catch (const AbortError& error) {
-      raise(error, self.group());
+      raise(error, self);
     }
   });
 }

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <mutex>
+#include <string>
 
 #include "../group/group.h"
 #include "in_flight.h"
@@ -19,12 +22,27 @@ class Work {
   bool is_completed();
   void check();
   std::uintptr_t stream() const { return stream_; }
-  Group& group() const { return *group_; }
+
+  // As of Group, for errors.
+  std::string report(std::chrono::milliseconds wait) const;
+  bool first_to_ask();
 
  private:
-  std::shared_ptr<Group> group_;
-  std::unique_ptr<InFlight> call_;
+  struct Live {
+    std::shared_ptr<Group> group;
+    std::unique_ptr<InFlight> call;
+  };
+
+  std::shared_ptr<Live> live() const;
+  void settle(const std::shared_ptr<Live>& live);
+
   std::uintptr_t stream_;
+  mutable std::mutex mutex_;
+  // Null once the outcome is known, so that a Work which is kept keeps neither tensors nor a closed communicator.
+  std::shared_ptr<Live> live_;
+  std::exception_ptr error_;
+  std::string report_;
+  bool first_ = false;
 };
 
 }  // namespace streamoverlap

@@ -49,6 +49,7 @@ void Watchdog::poll() {
     return release();
   }
   watch_peers();
+  look_at_stuck_calls();
   for (int slot = 0; slot < group_.layout().slots(); ++slot) watch_slot(slot);
 }
 
@@ -107,7 +108,6 @@ void Watchdog::timed_out(int slot, std::uint32_t running, Seconds elapsed, bool 
   if (suspect.rank < 0 && !last_chance) return;
   record.culprit = suspect.rank;
   set_text(record.cause, suspect.cause);
-  state_at_failure_ = state();
   if (group_.own().progress(slot).running.load(std::memory_order_acquire) == running) group_.abort(record);
 }
 

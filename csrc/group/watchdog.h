@@ -45,6 +45,7 @@ class Watchdog {
   Suspect suspect(int slot, std::uint32_t signature) const;
   int end_of_wait_chain(int slot) const;
   void release();
+  void look_at_stuck_calls();
   void tell();
   std::string state() const;
   std::string state_of(int rank) const;
@@ -53,7 +54,9 @@ class Watchdog {
   Seconds clock_{0};  // time as this thread lived it: a stopped and continued process has not waited
   std::vector<Peer> peers_;
   std::vector<Seconds> since_;  // by slot: when the running call was first seen
-  std::string state_at_failure_;  // where this rank has reported it: before its flags were released
+  // While a call is stuck: what it is like. After an abort threads leave it at once, and there is little to see.
+  std::string stuck_state_;
+  Seconds stuck_seen_{0};
   bool told_ = false;
   std::mutex release_mutex_;
   std::function<bool()> release_;

@@ -1,6 +1,7 @@
 // What the watchdog saw when its group failed, as text.
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <string>
@@ -11,6 +12,7 @@
 namespace streamoverlap {
 namespace {
 
+constexpr std::chrono::milliseconds kStuck{200};
 constexpr int kMostFlags = 8;  // that are named
 
 std::string seconds(double value) {
@@ -46,11 +48,25 @@ std::string missing(const Group& group, int rank, int slot, std::uint32_t signat
 
 }  // namespace
 
+void Watchdog::look_at_stuck_calls() {
+  bool stuck = false;
+  for (int slot = 0; slot < group_.layout().slots(); ++slot) {
+    const std::uint32_t running = group_.own().progress(slot).running.load(std::memory_order_relaxed);
+    stuck = stuck || ((running & kSeen) && clock_ - since_[slot] > kStuck);
+  }
+  if (!stuck) {
+    stuck_state_.clear();
+  } else if (stuck_state_.empty() || clock_ - stuck_seen_ > kStuck) {
+    stuck_state_ = state();
+    stuck_seen_ = clock_;
+  }
+}
+
 void Watchdog::tell() {
   told_ = true;
   std::string text = "streamoverlap, " + local_time() + ", process " + std::to_string(getpid()) + ": ";
   text += group_.error().what();
-  group_.publish_report(text + "\n" + (state_at_failure_.empty() ? state() : state_at_failure_));
+  group_.publish_report(text + "\n" + (stuck_state_.empty() ? state() : stuck_state_));
 }
 
 std::string Watchdog::state() const {

@@ -84,6 +84,7 @@ void CudaCall::join() {
                                       : "a call made before a capture was waited for in it; expected that before");
   }
   held_.end->block(current);
+  joined_ = true;
   if (current.stream() == issued_on_.stream()) {
     ordered_ = true;
     return;

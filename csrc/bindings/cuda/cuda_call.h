@@ -52,6 +52,7 @@ class CudaCall : public InFlight {
 
   void join() override;
   bool is_completed() override;
+  bool is_settled() override { return succeeded_ && joined_; }
   bool wait_until(Clock::time_point deadline) override;
   void check() override;
 
@@ -64,6 +65,7 @@ class CudaCall : public InFlight {
   c10::cuda::CUDAStream issued_on_;
   std::optional<unsigned long long> capture_;
   std::atomic<bool> completed_{false}, succeeded_{false};
+  std::atomic<bool> joined_{false};
   std::atomic<bool> ordered_{false};  // what happens to the tensors on `issued_on_` comes after the call
 };
 
