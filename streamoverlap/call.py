@@ -96,7 +96,7 @@ class Call:
         return follow.run(None, function, uses=lambda: inputs)
 
     def _follow_on(self, handle: int) -> FollowOnStream:
-        return FollowOnStream(handle, self._device, self._follow.timeout, self._streams)
+        return FollowOnStream(handle, self._device, self._follow, self._streams)
 
 
 class _Before:

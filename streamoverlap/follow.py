@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,10 +53,13 @@ class FollowOnCpu:
         if self._stop is not None:
             self._stop()
 
+    def require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the communicator of this op is closed; expected an open one")
+
     def _submit(self, task: _Task) -> None:
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the communicator of this op is closed; expected an open one")
+            self.require_open()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_run_tasks, args=(self._tasks,), name="streamoverlap-then", daemon=True
@@ -71,16 +73,23 @@ class FollowOnCpu:
 
 
 class FollowOnStream:
-    """Enqueues what follows a call on the stream where the call ends."""
+    """Enqueues what follows a call on the stream where the call ends.
 
-    def __init__(self, handle: int, device: torch.device, timeout: Callable[[], float], owner: object) -> None:
-        self.timeout = timeout
+    Args:
+        handle: that stream, of `device`.
+        communicator: has the stream, as long as it is open, unless `owner` has it.
+    """
+
+    def __init__(self, handle: int, device: torch.device, communicator: FollowOnCpu, owner: object) -> None:
+        self.timeout = communicator.timeout
         self._handle = handle
         self._device = device
-        self._owner = owner  # of the stream, so that it lives
+        self._communicator = communicator
+        self._owner = owner
 
-    @cached_property
+    @property
     def stream(self) -> torch.cuda.Stream:
+        self._communicator.require_open()
         return torch.cuda.ExternalStream(self._handle, device=self._device)
 
     def run(self, before: Handle | None, function: Callable[[], Any], uses: Callable[[], Any] | None = None) -> Work:

@@ -28,20 +28,17 @@ class Communicator {
   ~Communicator();
 
   // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
-  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective). `on_growth` is told the
-  // bytes of a slot whenever slots have grown.
+  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective). `on_growth` is told
+  // the bytes of a slot whenever slots have grown.
   std::string address() const;
   void connect(std::vector<std::string> addresses, double timeout_seconds, const std::vector<int>& peer_devices,
                AllocateSlots allocate, std::function<void(std::int64_t)> on_growth);
 
   // The Work is null unless options.async.
   using WorkPointer = std::shared_ptr<Work>;
-  std::tuple<Tensors, std::optional<at::Tensor>, WorkPointer> all_gather_gemm(const at::Tensor& x,
-                                                                              const Tensors& weights,
-                                                                              const OptionalTensors& biases,
-                                                                              bool return_gathered,
-                                                                              const plan::Spec& spec,
-                                                                              const CallOptions& options);
+  std::tuple<Tensors, std::optional<at::Tensor>, WorkPointer> all_gather_gemm(
+      const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases, bool return_gathered,
+      const plan::Spec& spec, const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                                          const std::optional<at::Tensor>& bias, const plan::Spec& spec,
                                                          const CallOptions& options);

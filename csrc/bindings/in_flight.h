@@ -12,10 +12,10 @@ class StreamSet;
 
 // How a call is made, besides its plan.
 struct CallOptions {
-  bool prepare_only = false;  // validate and prepare it, and return outputs with nothing in them
-  bool async = false;         // the caller's stream goes on at once; see InFlight
-  std::chrono::milliseconds timeout{0};         // 0: the group's
-  std::shared_ptr<cuda::StreamSet> streams;     // null: private ones
+  bool prepare_only = false;                 // validate and prepare it, and return outputs with nothing in them
+  bool async = false;                        // the caller's stream goes on at once; see InFlight
+  std::chrono::milliseconds timeout{0};      // 0: the group's
+  std::shared_ptr<cuda::StreamSet> streams;  // null: private ones
 };
 
 // Letting go of it is safe at any time: the call goes on, and its tensors stay until no stream uses them.

@@ -20,7 +20,7 @@ struct Problem {
   std::vector<at::Tensor> outputs;                // one a weight; one for the plain collectives
   at::Tensor gathered;                            // where asked for
   std::int64_t shard_rows = 0;
-  Call call;  // all but the plan's own fields: views and shard_rows
+  Call call;                               // all but the plan's own fields: views and shard_rows
   std::shared_ptr<const plan::Plan> plan;  // that of `call`
 
   std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan

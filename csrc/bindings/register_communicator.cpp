@@ -28,8 +28,7 @@ template <class Source>  // Communicator or Work
                      : error.kind == AbortKind::Mismatch  ? "MismatchError"
                                                           : "CommunicatorError";
   const py::module_ errors = py::module_::import("streamoverlap.errors");
-  const py::object value =
-      errors.attr(name)(error.what(), error.group, error.op, error.peer, error.elapsed, report);
+  const py::object value = errors.attr(name)(error.what(), error.group, error.op, error.peer, error.elapsed, report);
   if (source.first_to_ask()) errors.attr("log_failure")(value);
   PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
   throw py::error_already_set();
@@ -47,8 +46,8 @@ auto released(Result (Self::*method)(Args...)) {
   });
 }
 
-// Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its end,
-// which waits for both, must not hold it.
+// Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its
+// end, which waits for both, must not hold it.
 std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, double timeout, int device, int slots) {
   return {new Communicator(std::move(group_name), rank, world, timeout, device, slots), [](Communicator* communicator) {
             std::optional<py::gil_scoped_release> no_gil;

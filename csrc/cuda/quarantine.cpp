@@ -17,7 +17,8 @@ struct Kept {
   bool peers_have_closed() const {
     for (int peer = 0; peer < layout.world(); ++peer) {
       const Word& state = Control(controls[peer]->data(), layout).head().state;
-      if (peer != rank && state.load(std::memory_order_acquire) != static_cast<std::uint32_t>(State::Closed)) return false;
+      if (peer != rank && state.load(std::memory_order_acquire) != static_cast<std::uint32_t>(State::Closed))
+        return false;
     }
     return true;
   }

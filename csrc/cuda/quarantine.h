@@ -1,6 +1,6 @@
-// Slots of aborted communicators. A peer that was only slow may still write to them, so they are given back only once all
-// peers have closed their communicators. A peer that is gone never says so: what it might write to is lost on purpose, as
-// nothing tells its end from a long sleep.
+// Slots of aborted communicators. A peer that was only slow may still write to them, so they are given back only once
+// all peers have closed their communicators. A peer that is gone never says so: what it might write to is lost on
+// purpose, as nothing tells its end from a long sleep.
 #pragma once
 
 #include <memory>

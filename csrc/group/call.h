@@ -35,8 +35,8 @@ struct Call {
   std::int64_t row_bytes(plan::Buffer b) const { return views[static_cast<int>(b)].row_bytes; }
 };
 
-// Where in plan.ops the join begins: main's ops from there on only wait for the other streams. An async call leaves them
-// to whoever needs the result; what main does before them belongs to the issue.
+// Where in plan.ops the join begins: main's ops from there on only wait for the other streams. An async call leaves
+// them to whoever needs the result; what main does before them belongs to the issue.
 std::size_t join_begin(const plan::Plan& plan);
 
 // Throws std::invalid_argument where a Wait comes before its Record. A CUDA stream would pass it in silence, a thread

@@ -79,8 +79,8 @@ std::string Watchdog::state_of(int rank) const {
   const ControlHead& head = group_.control(rank).head();
   const bool own = rank == group_.rank();
   std::string text = "rank " + std::to_string(rank) + (own ? " (this rank)" : "") + ": process " +
-                     std::to_string(head.pid) + ", " +
-                     std::to_string(head.issued.load(std::memory_order_relaxed)) + " calls issued";
+                     std::to_string(head.pid) + ", " + std::to_string(head.issued.load(std::memory_order_relaxed)) +
+                     " calls issued";
   if (head.state.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(State::Closed)) text += ", closed";
   if (!own) text += ", last sign of life " + seconds((clock_ - peers_[rank].changed).count()) + " ago";
   text += "\n";

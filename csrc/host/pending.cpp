@@ -46,8 +46,9 @@ void Pending::start(const StreamSet& streams) {
 // word; a later one finds it set, maybe with more marks.
 void Pending::begin() {
   std::uint32_t idle = 0;
-  group_.own().progress(config_.slot).running.compare_exchange_strong(
-      idle, call_.signature, std::memory_order_release, std::memory_order_relaxed);
+  group_.own()
+      .progress(config_.slot)
+      .running.compare_exchange_strong(idle, call_.signature, std::memory_order_release, std::memory_order_relaxed);
 }
 
 void Pending::finish() {

@@ -12,7 +12,7 @@ from gpu_ranks import meet, verify
 from references import Case
 
 import streamoverlap as so
-from streamoverlap.communicator import preparing
+from streamoverlap.call import preparing
 
 pytestmark = pytest.mark.gpu(1)
 

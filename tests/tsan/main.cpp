@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "rank.h"
@@ -38,19 +40,24 @@ struct SharedMemory {
 };
 
 // Returns the number of ranks that failed.
-int run_world(int world, const std::vector<Case>& cases, const Plans& plans, int in_flight) {
+int run_world(int world, const std::vector<Case>& cases, const Plans& plans, int in_flight) {  // 0: behind the caller
   const SharedMemory memory(world);
   std::vector<int> failed(world);
   const auto run_rank = [&](int rank) {
+    const auto group = std::make_shared<Group>(SharedMemory::group_config(rank, world), memory.controls);
     try {
-      auto group = std::make_shared<Group>(SharedMemory::group_config(rank, world), memory.controls);
       const host::StreamSet streams = host::StreamSet::make();
       host::Executor executor(group);
       executor.use_slots(memory.slots, slot_bytes(world));
-      run_cases(executor, streams, rank, cases, plans, in_flight);
+      if (in_flight > 0) {
+        run_cases(executor, streams, rank, cases, plans, in_flight);
+      } else {
+        run_cases_behind(executor, streams, rank, cases, plans);
+      }
     } catch (const std::exception& e) {
       std::fprintf(stderr, "rank %d of %d: %s\n", rank, world, e.what());
       failed[rank] = 1;
+      group->abort({});  // the others need not wait for it
     }
   };
   std::vector<std::thread> ranks;
@@ -59,19 +66,39 @@ int run_world(int world, const std::vector<Case>& cases, const Plans& plans, int
   return static_cast<int>(std::count(failed.begin(), failed.end(), 1));
 }
 
+bool refuses_an_unrecorded_event() {
+  const Case test{{plan::Operation::AllGather, plan::Algorithm::Direct, plan::Reduction::Accumulate, 1}, 1, 1};
+  plan::Plan plan = make_plans({test}).at(test.spec)[0];
+  const auto is_record = [](const plan::Op& op) { return op.kind == plan::Kind::Record; };
+  std::rotate(plan.ops.begin(), std::find_if(plan.ops.begin(), plan.ops.end(), is_record) + 1, plan.ops.end());
+  const SharedMemory memory(1);
+  host::Executor executor(std::make_shared<Group>(SharedMemory::group_config(0, 1), memory.controls));
+  Problem problem(test, plan);
+  try {
+    executor.issue(problem.call(), problem.compute(), host::StreamSet::make());
+  } catch (const std::invalid_argument& error) {
+    std::printf("%s\n", error.what());
+    return true;
+  }
+  std::fprintf(stderr, "a wait for an event that is not recorded went through\n");
+  return false;
+}
+
 int run_all() {
   int failed = 0;
   for (int world = 1; world <= 4; ++world) {
-    for (const int in_flight : {1, 3}) {
+    for (const int in_flight : {1, 3, 0}) {
       std::vector<Case> cases;
       for (int round = 0; round < kRounds; ++round) {
         const std::vector<Case> more = all_cases(world, 100 * round + 10 * world + in_flight);
         cases.insert(cases.end(), more.begin(), more.end());
       }
       failed += run_world(world, cases, make_plans(cases), in_flight);
-      std::printf("%d rank(s), %d call(s) in flight: %zu calls\n", world, in_flight, cases.size());
+      const std::string how = in_flight > 0 ? std::to_string(in_flight) + " call(s) in flight" : "behind the caller";
+      std::printf("%d rank(s), %s: %zu calls\n", world, how.c_str(), cases.size());
     }
   }
+  if (!refuses_an_unrecorded_event()) ++failed;
   return failed == 0 ? 0 : 1;
 }
 

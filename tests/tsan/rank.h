@@ -60,4 +60,9 @@ Plans make_plans(const std::vector<Case>& cases);
 void run_cases(host::Executor& executor, const host::StreamSet& streams, int rank, const std::vector<Case>& cases,
                const Plans& plans, int in_flight);
 
+// The same with two calls in flight, each waited for later by this thread, by another one, or by nobody: its tensors
+// then belong to the call alone.
+void run_cases_behind(host::Executor& executor, const host::StreamSet& streams, int rank,
+                      const std::vector<Case>& cases, const Plans& plans);
+
 }  // namespace streamoverlap::test
