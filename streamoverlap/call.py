@@ -19,6 +19,7 @@ from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
 _mode = threading.local()
+_PLAIN = _C.CallOptions(prepare_only=False, async_op=False, timeout=0.0)
 
 
 @contextmanager
@@ -58,11 +59,13 @@ class Call:
         self.async_op = async_op
         self._device = device
         self._follow = follow
-        self._streams = choose_streams(streams, device.type)
+        self._streams = choose_streams(streams, device.type) if streams is not None or device.type == "cuda" else None
         self._timeout = 0.0 if timeout is None else seconds_of(timeout)
 
     @property
     def options(self) -> _C.CallOptions:
+        if not (self.async_op or self._timeout or self._streams or getattr(_mode, "preparing", False)):
+            return _PLAIN
         options = _C.CallOptions(getattr(_mode, "preparing", False), self.async_op, self._timeout)
         if self._streams is not None:
             options.streams = self._streams._impl
