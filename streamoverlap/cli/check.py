@@ -138,7 +138,7 @@ def _check_variant(spec: plans.Spec) -> Tally:
     for form, pruned in (("as written", False), ("pruned", True)):
         ranks = plans.build_spec(spec, pruned=pruned)
         tally.plans += len(ranks)
-        tally.faults += [f"{spec}, {form}: {fault.kind}: {fault.message}" for fault in plans.check(ranks)]
+        tally.faults += [f"{spec}, {form}: {fault.kind}: {fault.message}" for fault in plans.check_sequence([ranks, ranks])]
     return tally
 
 
