@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_sequence, prune
+from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_groups, check_sequence, prune
 
 __all__ = [
     "OPERATIONS",
@@ -27,6 +27,7 @@ __all__ = [
     "build",
     "build_spec",
     "check",
+    "check_groups",
     "check_sequence",
     "spec_tuple",
     "variants",

@@ -178,7 +178,7 @@ def test_check_finds_no_fault_in_worker_processes(capsys) -> None:
 
 def test_check_prints_faults_and_ends_with_1(monkeypatch, capsys) -> None:
     fault = a_fault()
-    monkeypatch.setattr(plans, "check", lambda ranks: [fault] if ranks[0].spec.chunks == 4 else [])
+    monkeypatch.setattr(plans, "check_sequence", lambda calls: [fault] if calls[0][0].spec.chunks == 4 else [])
     assert run("check --world 2 --jobs 1") == 1
     out = capsys.readouterr().out
     assert f"fault: all_gather_gemm(ring, world=2, chunks=4, compute_streams=1), as written: {fault.kind}: " in out
@@ -187,9 +187,9 @@ def test_check_prints_faults_and_ends_with_1(monkeypatch, capsys) -> None:
 
 def test_check_reports_faults_of_consecutive_calls(monkeypatch, capsys) -> None:
     fault = a_fault()
-    monkeypatch.setattr(plans, "check_sequence", lambda calls: [fault] if calls[0] == calls[1] else [])
+    monkeypatch.setattr(plans, "check_sequence", lambda calls: [fault] if calls[0] != calls[1] else [])
     assert run("check --world 1 --jobs 1") == 1
-    assert ", then all_gather_gemm(ring, world=1, chunks=1, compute_streams=1): " in capsys.readouterr().out
+    assert "all_gather_gemm(ring, world=1, chunks=1, compute_streams=1), then " in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -276,3 +276,34 @@ def test_an_op_that_lacks_what_its_kind_needs_is_malformed(edit) -> None:
     edit(next(op for op in ops if op.kind == "put"))
     ranks[0].ops = ops
     assert "malformed" in {fault.kind for fault in plans.check(ranks)}
+
+
+GROUPS = [(0, 1), (1, 2), (2, 0), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("operation", plans.OPERATIONS)
+def test_groups_that_share_ranks_cannot_hang_in_one_order(operation: str, algorithm: str) -> None:
+    calls = [
+        (plans.build(operation, world=len(members), algorithm=algorithm, chunks=2), list(members))
+        for members in (*GROUPS, *reversed(GROUPS))
+    ]
+    assert plans.check_groups(calls) == []
+
+
+def test_groups_that_share_ranks_hang_in_different_orders() -> None:
+    calls = [(plans.build("all_gather", world=2), list(members)) for members in GROUPS[:3]]
+    assert plans.check_groups(calls, [[0, 2], [0, 1], [1, 2]]) == []
+    faults = plans.check_groups(calls, [[2, 0], [0, 1], [1, 2]])
+    assert [fault.kind for fault in faults] == ["deadlock"] * 3
+    assert "process 0 call 2" in faults[0].message
+    for model in ("independent", "one queue", "any order"):
+        assert any(model in fault.message for fault in faults)
+
+
+def test_a_call_of_groups_must_name_its_members() -> None:
+    ranks = plans.build("all_gather", world=2)
+    with pytest.raises(ValueError, match="2 plans; expected one for each of 3 members"):
+        plans.check_groups([(ranks, [0, 1, 2])])
+    with pytest.raises(ValueError, match=r"orders\[1\] has call 1"):
+        plans.check_groups([(ranks, [0, 1])], [[0], [1]])

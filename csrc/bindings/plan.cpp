@@ -9,6 +9,7 @@
 
 #include "../plan/builders.h"
 #include "../plan/check.h"
+#include "../plan/groups.h"
 #include "../plan/prune.h"
 #include "modules.h"
 
@@ -169,6 +170,15 @@ void register_plan(py::module_& m) {
   m.def("prune", &plan::prune, py::arg("plans"), released);
   m.def("check", &plan::check, py::arg("plans"), released);
   m.def("check_sequence", &plan::check_sequence, py::arg("calls"), released);
+  m.def(
+      "check_groups",
+      [](const std::vector<std::pair<std::vector<Plan>, std::vector<int>>>& calls,
+         std::vector<std::vector<int>> orders) {
+        std::vector<plan::GroupCall> group_calls;
+        for (const auto& [plans, members] : calls) group_calls.push_back({plans, members});
+        return plan::check_groups(group_calls, std::move(orders));
+      },
+      py::arg("calls"), py::arg("orders") = std::vector<std::vector<int>>{}, released);
   m.attr("MAX_WORLD") = plan::kMaxWorld;
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
   m.attr("MAX_COMPUTE_STREAMS") = plan::kMaxComputeStreams;

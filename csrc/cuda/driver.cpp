@@ -4,6 +4,7 @@
 #include <cudaTypedefs.h>
 
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -58,22 +59,28 @@ constexpr std::chrono::seconds kTrial{10};
 // Whether a stream of the device sets, awaits and sets again a word of shared memory.
 bool try_memory_ops(int device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  const auto page = Segment::create(sizeof(Word));
-  auto& word = *reinterpret_cast<Word*>(page->data());
-  const Registration registration(page->data(), page->bytes());
+  struct Page {
+    std::shared_ptr<Segment> segment = Segment::create(sizeof(Word));
+    Registration registration{segment->data(), segment->bytes()};
+  };
+  auto page = std::make_unique<Page>();
+  auto& word = *reinterpret_cast<Word*>(page->segment->data());
+  const CUdeviceptr address = page->registration.device();
   cudaStream_t stream{};
   STREAMOVERLAP_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  MemoryOp ops[] = {write_value(registration.device(), 1), wait_value(registration.device(), 1),
-                    write_value(registration.device(), 2)};
+  MemoryOp ops[] = {write_value(address, 1), wait_value(address, 1), write_value(address, 2)};
   enqueue(ops, 3, stream, /*capturing=*/false);
   const auto deadline = std::chrono::steady_clock::now() + kTrial;
   while (word.load(std::memory_order_acquire) != 2 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  const bool done = word.load(std::memory_order_acquire) == 2;
-  if (!done) word.store(1, std::memory_order_release);  // lets the stream end
+  if (word.load(std::memory_order_acquire) != 2) {
+    word.store(1, std::memory_order_release);  // lets the stream end, if it ever comes this far
+    static_cast<void>(page.release());         // it may still write there
+    return false;
+  }
   STREAMOVERLAP_CHECK(cudaStreamDestroy(stream));
-  return done;
+  return true;
 }
 
 }  // namespace

@@ -35,7 +35,11 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
   sweep_quarantine();
   const c10::cuda::CUDAGuard guard(device_);
   resources_ = std::make_unique<Resources>(*group_, device_);
-  group_->on_abort([this] { return release(); });
+  // Called again and again: a call may start later, and graphs may be replayed still. The group outlives its watchdog.
+  group_->on_abort([group = group_.get()] {
+    group->release_awaited();
+    return false;
+  });
 }
 
 Executor::~Executor() {
@@ -49,12 +53,12 @@ Executor::~Executor() {
     }
   } catch (...) {  // CUDA is no more, or has failed for good
   }
-  group_->on_abort(nullptr);
-  // Memory that a stream may still use is better lost than given to somebody else.
   if (is_idle) {
+    group_->on_abort(nullptr);
     if (group_->aborted()) quarantine(*group_, {resources_->eager.take_owners(), resources_->captured.take_owners()});
     return;
   }
+  // Memory that a stream may still use is better lost than given to somebody else; the watchdog goes on releasing.
   static_cast<void>(resources_.release());
   static_cast<void>(new std::shared_ptr<Group>(group_));
 }
@@ -64,7 +68,7 @@ void Executor::use_slots(Lane::Use use, const std::vector<std::byte*>& bases, st
   std::vector<std::shared_ptr<void>> unused;  // let go after the lock: an owner may take locks of its own
   const std::lock_guard<std::mutex> lock(issue_);
   drain_locked("to replace its slots");
-  unused = lane(use).use_slots(bases, slot_bytes, std::move(owner));
+  unused = lane(use).use_slots(bases, slot_bytes, owner);  // not moved: where this throws, it is let go here
 }
 
 std::int64_t Executor::slot_bytes(Lane::Use use) const {
@@ -113,19 +117,6 @@ bool Executor::idle() const {
   return true;
 }
 
-// Called by the watchdog after an abort, again and again: a call may start later, and graphs may be replayed still.
-// What awaits a flag gets it by a plain store, which works while the driver is blocked.
-bool Executor::release() {
-  const Control own = group_->own();
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const std::uint32_t signature = own.progress(slot).running.load(std::memory_order_acquire) & kSignatureMask;
-    for (const plan::Flag& flag : group_->awaited(signature)) {
-      own.flag(slot, flag).store(set_value(flag, signature), std::memory_order_release);
-    }
-  }
-  return false;
-}
-
 void Executor::validate(const Call& call, const Operands& operands) const {
   const plan::Plan& plan = *call.plan;
   if (plan.spec.world != group_->world() || plan.rank != group_->rank()) {
@@ -139,15 +130,18 @@ void Executor::validate(const Call& call, const Operands& operands) const {
   }
 }
 
-Executor::CallKey::CallKey(const Call& call) : plan(call.plan), signature(call.signature), shard_rows(call.shard_rows) {
-  for (int i = 0; i < plan::kBuffers; ++i) {
-    row_bytes[i] = call.views[i].row_bytes;
-    shard_bytes[i] = call.views[i].shard_bytes;
+Executor::CallKey Executor::key(const Call& call) {
+  CallKey key{reinterpret_cast<std::intptr_t>(call.plan), call.signature, call.shard_rows};
+  auto at = key.begin() + 3;
+  for (const View& view : call.views) {
+    *at++ = view.row_bytes;
+    *at++ = view.shard_bytes;
   }
+  return key;
 }
 
-Steps* Executor::find(const Call& call) {
-  const auto found = prepared_.find(CallKey(call));
+Executor::Prepared* Executor::find(const Call& call) {
+  const auto found = prepared_.find(key(call));
   return found != prepared_.end() ? &found->second : nullptr;
 }
 
@@ -194,29 +188,32 @@ void Executor::issue(const Call& call, const Operands& operands, const CUDAStrea
   std::uint64_t& calls = capture ? capture_.calls : eager_calls_;
   const int slot = static_cast<int>(calls % kSlotsPerLane);
 
-  const auto is_ready = [&](const Steps* steps) {
-    return steps && lane.has_room(call, *steps) && set.has_workspaces(steps->workspaces) &&
-           find_gemms(*steps, operands, lane.bases(slot, call));
+  const auto is_ready = [&](const Prepared* prepared) {
+    return prepared && lane.has_room(call, prepared->steps) && set.has_workspaces(prepared->steps.workspaces) &&
+           find_gemms(prepared->steps, operands, lane.bases(slot, call));
   };
-  Steps* steps = find(call);
-  const bool ready = is_ready(steps);
+  Prepared* prepared = find(call);
+  const bool ready = is_ready(prepared);
   if (!ready) {
     if (capture) {
       throw std::runtime_error(plan::to_string(call.plan->spec) + " with these shapes was not prepared; call " +
                                "streamoverlap.prepare(...) before capturing");
     }
-    prepare_locked(call, operands);
-    steps = find(call);
+    prepared = &prepare_locked(call, operands);
   }
-  validate_streams(*steps, set, current);
+  Steps& steps = prepared->steps;
+  validate_streams(steps, set, current);
   if (!ready) {
-    set.reserve_workspaces(steps->workspaces);
-    if (!is_ready(steps)) throw std::logic_error("a call is not ready after it was prepared");
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    or_abort(call.signature, [&] {
+      set.reserve_workspaces(steps.workspaces);
+      if (!is_ready(prepared)) throw std::logic_error("a call is not ready after it was prepared");
+    });
   }
 
   group_->own().head().issued.store(++calls_, std::memory_order_relaxed);
   ++calls;
-  const Issue issue{*steps,
+  const Issue issue{steps,
                     operands,
                     lane,
                     lane.bases(slot, call),
@@ -308,7 +305,6 @@ void Executor::write_progress(const Issue& issue, std::uint32_t running, millise
   enqueue(ops.data(), count, issue.last.stream(), issue.capturing);
 }
 
-// Peers have this call, or will have it; they must not wait for a rank that cannot make it.
 void Executor::abort(std::uint32_t signature, const char* cause) noexcept {
   AbortRecord record;
   record.signature = signature;

@@ -4,16 +4,14 @@
 // It knows op kinds, never operations or algorithms: what happens in which order is the plan's business.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -21,6 +19,7 @@
 #include "../group/group.h"
 #include "data_ops.h"
 #include "gemm.h"
+#include "key.h"
 #include "lane.h"
 #include "registered.h"
 #include "steps.h"
@@ -34,7 +33,8 @@ class Executor {
   static constexpr int kSlots = 2 * kSlotsPerLane;
 
   Executor(std::shared_ptr<Group> group, c10::DeviceIndex device);
-  // Waits for calls in flight, bounded by the group's timeout; graphs that contain calls must not be replayed any more.
+  // Waits for calls in flight, bounded by the group's timeout; then aborts the group. Graphs that contain calls must
+  // not be replayed any more.
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -51,11 +51,12 @@ class Executor {
   void prepare(const Call& call, const Operands& operands);
 
   // Enqueues a call; its outputs are valid on `current`. Prepares it if need be; in a capture that is an error instead.
-  // The plan must live as long as this. `streams`: null for the private set; in a capture always the private one, since
-  // a graph has no streams. `timeout` 0: the group's. With `end` the call is asynchronous: `current` goes on at once,
-  // nothing of it waits for the exchange, and `end` is recorded where the call ends, on the recv stream. What the call
-  // uses must be kept until then, or until `current` waits for it.
-  // Throws AbortError on a group that has failed, std::invalid_argument on a call that does not fit.
+  // What prepare() did is kept for good; other calls are forgotten where there are thousands of them, and prepared
+  // anew. The plan must live as long as this. `streams`: null for the private set; in a capture always the private one,
+  // since a graph has no streams. `timeout` 0: the group's. With `end` the call is asynchronous: `current` goes on at
+  // once, nothing of it waits for the exchange, and `end` is recorded where the call ends, on the recv stream. What the
+  // call uses must be kept until then, or until `current` waits for it. Throws AbortError on a group that has failed,
+  // std::invalid_argument on a call that does not fit.
   void issue(const Call& call, const Operands& operands, const c10::cuda::CUDAStream& current,
              StreamSet* streams = nullptr, std::chrono::milliseconds timeout = std::chrono::milliseconds{0},
              at::cuda::CUDAEvent* end = nullptr);
@@ -66,16 +67,13 @@ class Executor {
 
  private:
   // What steps are compiled from. A signature is less: layers that exchange alike have the same one, whatever they
-  // multiply by.
-  struct CallKey {
-    explicit CallKey(const Call& call);
-    auto tie() const { return std::tie(plan, signature, shard_rows, row_bytes, shard_bytes); }
-    bool operator<(const CallKey& other) const { return tie() < other.tie(); }
+  // multiply by. The rest is less, too: flags have the signature's value.
+  using CallKey = Key<3 + 2 * plan::kBuffers>;
+  static CallKey key(const Call& call);
 
-    const plan::Plan* plan;
-    std::uint32_t signature;
-    std::int64_t shard_rows;
-    std::array<std::int64_t, plan::kBuffers> row_bytes{}, shard_bytes{};
+  struct Prepared {
+    Steps steps;
+    bool kept = false;  // asked for, so captures count on it
   };
   struct ReadyGemm {
     const Gemm* gemm;
@@ -112,11 +110,13 @@ class Executor {
 
   void validate(const Call& call, const Operands& operands) const;
   void validate_slots(const Call& call, Lane::Use use) const;
-  void validate_steps(const Steps& steps, const Operands& operands) const;
+  void validate_weights(const Call& call, const Operands& operands) const;
   void validate_streams(const Steps& steps, const StreamSet& set, const c10::cuda::CUDAStream& current) const;
 
-  Steps* find(const Call& call);
-  void prepare_locked(const Call& call, const Operands& operands);
+  Prepared* find(const Call& call);
+  Prepared& prepare_locked(const Call& call, const Operands& operands);
+  Prepared& prepare_valid(const Call& call, const Operands& operands);
+  void make_room();
   void rehearse(const Call& call, const Operands& operands, const Steps& steps);
   bool find_gemms(const Steps& steps, const Operands& operands, const Bases& bases);
 
@@ -124,13 +124,22 @@ class Executor {
   void run(const Issue& issue);
   void write_progress(const Issue& issue, std::uint32_t running, std::chrono::milliseconds timeout) const;
   void abort(std::uint32_t signature, const char* cause) noexcept;
+  // Peers have this call, or will have it: they must not wait for a rank that cannot make it.
+  template <class Work>
+  decltype(auto) or_abort(std::uint32_t signature, const Work& work) {
+    try {
+      return work();
+    } catch (const std::exception& error) {
+      abort(signature, error.what());
+      throw;
+    }
+  }
   void fail(const Issue& issue, const char* cause) noexcept;
 
   bool idle() const;
   bool wait_until(const std::function<bool()>& done, std::chrono::milliseconds timeout) const;
   void finish_wait(bool done, const std::string& purpose) const;
   void drain_locked(const std::string& purpose) const;
-  bool release();
 
   Lane& lane(Lane::Use use) const { return use == Lane::Use::Eager ? resources_->eager : resources_->captured; }
 
@@ -140,7 +149,7 @@ class Executor {
   std::uint64_t calls_ = 0;
   std::uint64_t eager_calls_ = 0;
   std::unique_ptr<Resources> resources_;
-  std::map<CallKey, Steps> prepared_;
+  std::unordered_map<CallKey, Prepared, KeyHash> prepared_;
   std::vector<ReadyGemm> ready_gemms_;  // of the call being issued, in the order of steps
   Capture capture_;
 };

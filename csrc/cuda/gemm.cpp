@@ -163,7 +163,7 @@ GemmCache::GemmCache() { STREAMOVERLAP_CHECK(cublasLtCreate(&handle_)); }
 
 GemmCache::~GemmCache() { cublasLtDestroy(handle_); }
 
-GemmCache::Key GemmCache::key(const GemmShape& shape, const GemmPointers& at) {
+Key<8> GemmCache::key(const GemmShape& shape, const GemmPointers& at) {
   std::int64_t traits = static_cast<std::int64_t>(shape.dtype);
   const auto append = [&traits](std::int64_t value, int bits) { traits = traits << bits | value; };
   append(shape.w_row_major, 1);
@@ -172,15 +172,6 @@ GemmCache::Key GemmCache::key(const GemmShape& shape, const GemmPointers& at) {
   append(at.bias != nullptr, 1);
   for (const void* pointer : {at.a, at.w, at.c, at.bias, static_cast<const void*>(at.d)}) append(alignment(pointer), 5);
   return {shape.m, shape.n, shape.k, shape.lda, shape.ldw, shape.ldc, shape.ldd, traits};
-}
-
-std::size_t GemmCache::Hash::operator()(const Key& key) const {
-  std::uint64_t hash = 0;
-  for (const std::int64_t value : key) {
-    hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 32;
-  }
-  return hash;
 }
 
 const Gemm* GemmCache::find(const GemmShape& shape, const GemmPointers& at) const {

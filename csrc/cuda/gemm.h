@@ -4,11 +4,12 @@
 #include <c10/core/ScalarType.h>
 #include <cublasLt.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+
+#include "key.h"
 
 namespace streamoverlap::cuda {
 
@@ -74,14 +75,10 @@ class GemmCache {
   void add(const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t);
 
  private:
-  using Key = std::array<std::int64_t, 8>;
-  struct Hash {
-    std::size_t operator()(const Key&) const;
-  };
-  static Key key(const GemmShape&, const GemmPointers&);
+  static Key<8> key(const GemmShape&, const GemmPointers&);
 
   cublasLtHandle_t handle_ = nullptr;
-  std::unordered_map<Key, Gemm, Hash> gemms_;
+  std::unordered_map<Key<8>, Gemm, KeyHash> gemms_;
 };
 
 }  // namespace streamoverlap::cuda

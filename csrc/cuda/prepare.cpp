@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace streamoverlap::cuda {
 namespace {
 
 constexpr std::uintptr_t kAlignmentMask = 15;  // of data, as far as kernels are chosen by it
+constexpr std::size_t kMaxPrepared = 4096;     // of some ten KiB each
 
 }  // namespace
 
@@ -23,34 +25,43 @@ void Executor::prepare(const Call& call, const Operands& operands) {
   const c10::cuda::CUDAGuard guard(device_);
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   validate_slots(call, Lane::Use::Captured);
-  prepare_locked(call, operands);
-  resources_->captured.reserve(call, *find(call));
+  Prepared& prepared = prepare_locked(call, operands);
+  or_abort(call.signature, [&] { resources_->captured.reserve(call, prepared.steps); });
+  prepared.kept = true;
+}
+
+Executor::Prepared& Executor::prepare_locked(const Call& call, const Operands& operands) {
+  validate_slots(call, Lane::Use::Eager);
+  validate_weights(call, operands);
+  return or_abort(call.signature, [&]() -> Prepared& { return prepare_valid(call, operands); });
 }
 
 // While a stream waits for a flag, the first launch of a kernel that is not loaded yet blocks the host until the wait
 // ends. So nothing of this communicator is in flight here, and no kernel is new to the driver afterwards.
-void Executor::prepare_locked(const Call& call, const Operands& operands) try {
+Executor::Prepared& Executor::prepare_valid(const Call& call, const Operands& operands) {
   // Another thread's capture must not make the queries and allocations below an error.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  validate_slots(call, Lane::Use::Eager);
   const std::string text = plan::to_string(call.plan->spec);
   if (!group_->described(call.signature)) group_->describe(call.signature, text);
   drain_locked("for the first use of " + text);
 
-  const Steps* known = find(call);
-  Steps fresh;
-  if (!known) fresh = compile(call, group_->layout(), resources_->controls);
-  const Steps& steps = known ? *known : fresh;
-  validate_steps(steps, operands);
+  Prepared* const known = find(call);
+  Prepared fresh;
+  if (!known) fresh.steps = compile(call, group_->layout(), resources_->controls);
+  const Steps& steps = known ? known->steps : fresh.steps;
   resources_->eager.reserve(call, steps);
   if (resources_->captured.slot_bytes() > 0) resources_->captured.reserve(call, steps);
   if (!find_gemms(steps, operands, resources_->eager.bases(0, call)) || !known) rehearse(call, operands, steps);
-  if (known) return;
-  group_->set_awaited(call.signature, steps.awaited);
-  prepared_.emplace(CallKey(call), std::move(fresh));
-} catch (const std::exception& error) {
-  abort(call.signature, error.what());
-  throw;
+  if (known) return *known;
+  group_->add_awaited(call.signature, steps.awaited);
+  make_room();
+  return prepared_.emplace(key(call), std::move(fresh)).first->second;
+}
+
+// Shapes may go on changing for ever. Neither calls in flight nor graphs refer to steps.
+void Executor::make_room() {
+  if (prepared_.size() < kMaxPrepared) return;
+  for (auto i = prepared_.begin(); i != prepared_.end();) i = i->second.kept ? std::next(i) : prepared_.erase(i);
 }
 
 void Executor::validate_slots(const Call& call, Lane::Use use) const {
@@ -61,11 +72,11 @@ void Executor::validate_slots(const Call& call, Lane::Use use) const {
                               std::to_string(available));
 }
 
-void Executor::validate_steps(const Steps& steps, const Operands& operands) const {
-  for (const Step& step : steps.steps) {
-    if (step.kind != Step::Kind::Gemm) continue;
+void Executor::validate_weights(const Call& call, const Operands& operands) const {
+  for (const plan::Op& op : call.plan->ops) {
+    if (op.kind != plan::Kind::Gemm) continue;
     const std::size_t weights = operands.weights.size();
-    if (weights == 0 || (weights > 1 && step.d.base != static_cast<int>(plan::Buffer::Output))) {
+    if (weights == 0 || (weights > 1 && op.writes[0].buffer != plan::Buffer::Output)) {
       throw std::invalid_argument("weights has " + std::to_string(weights) + " entries, expected " +
                                   (weights == 0 ? "at least 1" : "1: partial products are summed for one weight"));
     }

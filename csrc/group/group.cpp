@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <algorithm>
 #include <fstream>
 #include <stdexcept>
 #include <thread>
@@ -75,9 +76,24 @@ std::string Group::text(std::uint32_t signature) const {
   return found != texts_.end() ? found->second : "";
 }
 
-void Group::set_awaited(std::uint32_t signature, std::vector<plan::Flag> flags) {
+void Group::add_awaited(std::uint32_t signature, const std::vector<plan::Flag>& flags) {
   std::lock_guard<std::mutex> lock(texts_mutex_);
-  awaited_[signature] = std::move(flags);
+  std::vector<plan::Flag>& known = awaited_[signature];
+  for (const plan::Flag& flag : flags) {
+    if (std::find(known.begin(), known.end(), flag) == known.end()) known.push_back(flag);
+  }
+}
+
+void Group::release_awaited() {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  for (int slot = 0; slot < layout_.slots(); ++slot) {
+    const std::uint32_t signature = own().progress(slot).running.load(std::memory_order_acquire) & kSignatureMask;
+    const auto found = awaited_.find(signature);
+    if (found == awaited_.end()) continue;
+    for (const plan::Flag& flag : found->second) {
+      own().flag(slot, flag).store(set_value(flag, signature), std::memory_order_release);
+    }
+  }
 }
 
 std::vector<plan::Flag> Group::awaited(std::uint32_t signature) const {

@@ -61,9 +61,12 @@ class Group {
   void describe(std::uint32_t signature, const std::string& text);
   bool described(std::uint32_t signature) const;
   std::string text(std::uint32_t signature) const;
-  // The flags that a call of this signature awaits on this rank, told by executors whose waits no thread makes.
-  void set_awaited(std::uint32_t signature, std::vector<plan::Flag> flags);
+  // The flags that calls of this signature await on this rank, told by executors whose waits no thread makes. Flags of
+  // one signature add up.
+  void add_awaited(std::uint32_t signature, const std::vector<plan::Flag>& flags);
   std::vector<plan::Flag> awaited(std::uint32_t signature) const;  // empty where nobody has told
+  // Sets what running calls await, by plain stores, which work while the driver is blocked. For on_abort.
+  void release_awaited();
 
   // The abort word. It is set before any flag is released, and once set nothing of this group is used again.
   bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }

@@ -138,7 +138,8 @@ def _check_variant(spec: plans.Spec) -> Tally:
     for form, pruned in (("as written", False), ("pruned", True)):
         ranks = plans.build_spec(spec, pruned=pruned)
         tally.plans += len(ranks)
-        tally.faults += [f"{spec}, {form}: {fault.kind}: {fault.message}" for fault in plans.check(ranks)]
+        faults = plans.check_sequence([ranks, ranks])  # a call, and the same again on its slot
+        tally.faults += [f"{spec}, {form}: {fault.kind}: {fault.message}" for fault in faults]
     return tally
 
 
