@@ -33,11 +33,8 @@ class HostBackend : public Backend {
       auto pending = executor_.issue(problem.call, std::make_shared<HostCompute>(problem), streams_);
       return [pending = std::move(pending)] { pending->wait(); };
     } catch (const std::bad_alloc&) {
-      AbortRecord record;  // the peers have this call; they must not wait for it
-      record.signature = problem.call.signature;
-      record.culprit = group_->rank();
-      set_text(record.cause, "out of memory for scratch of " + std::to_string(problem.call.scratch_bytes()) + " bytes");
-      group_->abort(record);
+      group_->fail("out of memory for scratch of " + std::to_string(problem.call.scratch_bytes()) + " bytes",
+                   problem.call.signature);
       throw;
     }
   }

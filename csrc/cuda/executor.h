@@ -116,14 +116,13 @@ class Executor {
 
   void run(const Issue& issue, std::chrono::milliseconds timeout);
   void write_timeout(const Issue& issue, std::chrono::milliseconds timeout) const;
-  void abort(std::uint32_t signature, const char* cause) noexcept;
   // Peers have this call, or will have it: they must not wait for a rank that cannot make it.
   template <class Work>
   decltype(auto) or_abort(std::uint32_t signature, const Work& work) {
     try {
       return work();
     } catch (const std::exception& error) {
-      abort(signature, error.what());
+      group_->fail(error.what(), signature);
       throw;
     }
   }

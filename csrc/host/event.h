@@ -17,10 +17,6 @@ class Event {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
   }
-  bool reached() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return reached_;
-  }
 
  private:
   mutable std::mutex mutex_;
