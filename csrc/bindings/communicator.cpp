@@ -150,13 +150,7 @@ std::int64_t Communicator::slot_bytes() { return backend_->slot_bytes(); }
 
 void Communicator::set_timeout(double seconds) { group_->set_timeout(milliseconds(seconds)); }
 
-void Communicator::abort(const std::string& cause) {
-  AbortRecord record;
-  record.kind = AbortKind::Aborted;
-  record.culprit = config_.rank;
-  set_text(record.cause, cause);
-  group_->abort(record);
-}
+void Communicator::abort(const std::string& cause) { group_->fail(cause); }
 
 void Communicator::set_report_path(const std::string& path) { group_->set_report_path(path); }
 

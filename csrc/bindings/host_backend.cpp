@@ -53,11 +53,7 @@ class HostBackend : public Backend {
       return std::make_unique<HostCall>(
           executor_.issue(call, std::make_shared<HostCompute>(problem), streams_, options.timeout));
     } catch (const std::bad_alloc&) {
-      AbortRecord record;  // the peers have this call; they must not wait for it
-      record.signature = call.signature;
-      record.culprit = group_->rank();
-      set_text(record.cause, "out of memory for scratch of " + std::to_string(call.scratch_bytes()) + " bytes");
-      group_->abort(record);
+      group_->fail("out of memory for scratch of " + std::to_string(call.scratch_bytes()) + " bytes", call.signature);
       throw;
     }
   }

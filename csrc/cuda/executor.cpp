@@ -48,7 +48,7 @@ Executor::~Executor() {
     is_idle = wait_until([this] { return idle(); }, group_->aborted() ? kAbortedDrain : group_->timeout());
     if (!is_idle && !group_->aborted()) {
       // The watchdog releases what waits, as long as it knows how.
-      abort(0, "closed its communicator while a call was in flight");
+      group_->fail("closed its communicator while a call was in flight");
       is_idle = wait_until([this] { return idle(); }, kAbortedDrain);
     }
   } catch (...) {  // CUDA is no more, or has failed for good
@@ -305,19 +305,11 @@ void Executor::write_progress(const Issue& issue, std::uint32_t running, millise
   enqueue(ops.data(), count, issue.last.stream(), issue.capturing);
 }
 
-void Executor::abort(std::uint32_t signature, const char* cause) noexcept {
-  AbortRecord record;
-  record.signature = signature;
-  record.culprit = group_->rank();
-  set_text(record.cause, cause);
-  group_->abort(record);
-}
-
 // Part of a call is on the streams: peers cannot finish it, and the caller's memory may be in use. The watchdog
 // releases what waits; `current` comes after it.
 void Executor::fail(const Issue& issue, const char* cause) noexcept {
   try {
-    abort(issue.signature, cause);
+    group_->fail(cause, issue.signature);
     at::cuda::CUDAEvent reached;
     for (plan::Stream role = plan::kSend; role < plan::kCompute + issue.steps.compute_streams; ++role) {
       reached.record(issue.streams.at(role));

@@ -123,14 +123,13 @@ class Executor {
   void follow(const Issue& issue, at::cuda::CUDAEvent& previous) const;
   void run(const Issue& issue);
   void write_progress(const Issue& issue, std::uint32_t running, std::chrono::milliseconds timeout) const;
-  void abort(std::uint32_t signature, const char* cause) noexcept;
   // Peers have this call, or will have it: they must not wait for a rank that cannot make it.
   template <class Work>
   decltype(auto) or_abort(std::uint32_t signature, const Work& work) {
     try {
       return work();
     } catch (const std::exception& error) {
-      abort(signature, error.what());
+      group_->fail(error.what(), signature);
       throw;
     }
   }

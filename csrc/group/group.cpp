@@ -112,6 +112,14 @@ bool Group::abort(AbortRecord record) {
   return true;
 }
 
+bool Group::fail(const std::string& cause, std::uint32_t own_signature) {
+  AbortRecord record;
+  record.culprit = rank();
+  record.signature = own_signature;
+  set_text(record.cause, cause);
+  return abort(record);
+}
+
 bool Group::abort_mismatch(int culprit, std::uint32_t own_signature, std::uint32_t found) {
   AbortRecord record;
   record.kind = AbortKind::Mismatch;

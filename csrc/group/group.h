@@ -71,6 +71,8 @@ class Group {
   // The abort word. It is set before any flag is released, and once set nothing of this group is used again.
   bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
   bool abort(AbortRecord record);  // false: another rank or thread was first
+  // This rank cannot do its part; its peers have the call or will have it, and must not wait. 0: of no known call.
+  bool fail(const std::string& cause, std::uint32_t own_signature = 0);
   bool abort_mismatch(int culprit, std::uint32_t own_signature, std::uint32_t found);
   AbortError error(std::uint32_t own_signature = 0) const;  // only after an abort
   void check() const;                                       // throws error() if aborted

@@ -145,21 +145,18 @@ Block Pending::block(const plan::Region& region) const {
 
 void Pending::fail(std::exception_ptr error) {
   if (error) {
-    AbortRecord record;
-    record.signature = call_.signature;
+    std::string cause = "an exception of an unknown type";
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& e) {
-      set_text(record.cause, e.what());
+      cause = e.what();
     } catch (...) {
-      set_text(record.cause, "an exception of an unknown type");
     }
-    record.culprit = group_.rank();
     {
       std::lock_guard<std::mutex> lock(error_mutex_);
       if (!error_) error_ = error;
     }
-    group_.abort(record);
+    group_.fail(cause, call_.signature);
   }
   failed_.store(true, std::memory_order_release);
 }

@@ -1,6 +1,7 @@
 #include "builders.h"
 
 #include <stdexcept>
+#include <string>
 
 #include "gather.h"
 #include "scatter.h"
@@ -8,31 +9,35 @@
 namespace streamoverlap::plan {
 namespace {
 
-void expect_range(const char* field, int value, int low, int high) {
-  if (value < low || value > high) {
-    throw std::invalid_argument(std::string(field) + " is " + std::to_string(value) + "; expected " +
-                                std::to_string(low) + " to " + std::to_string(high));
-  }
+std::string outside(const char* field, int value, int low, int high) {
+  if (value >= low && value <= high) return "";
+  return std::string(field) + " is " + std::to_string(value) + "; expected " + std::to_string(low) + " to " +
+         std::to_string(high);
+}
+
+void expect_none(const std::string& wrong) {
+  if (!wrong.empty()) throw std::invalid_argument(wrong);
 }
 
 }  // namespace
 
-void validate(const Spec& spec) {
-  expect_range("world", spec.world, 1, kMaxWorld);
-  expect_range("chunks", spec.chunks, 1, kMaxChunks);
-  expect_range("compute_streams", spec.compute_streams, 1, kMaxComputeStreams);
-  if (spec.keep_gathered && spec.operation != Operation::AllGatherGemm) {
-    throw std::invalid_argument(std::string("keep_gathered is set for ") + name(spec.operation) +
-                                "; expected only for all_gather_gemm");
+std::string wrong_spec(const Spec& spec) {
+  std::string wrong = outside("world", spec.world, 1, kMaxWorld);
+  if (wrong.empty()) wrong = outside("chunks", spec.chunks, 1, kMaxChunks);
+  if (wrong.empty()) wrong = outside("compute_streams", spec.compute_streams, 1, kMaxComputeStreams);
+  if (wrong.empty() && spec.keep_gathered && spec.operation != Operation::AllGatherGemm) {
+    wrong = std::string("keep_gathered is set for ") + name(spec.operation) + "; expected only for all_gather_gemm";
   }
+  return wrong;
 }
+
+void validate(const Spec& spec) { expect_none(wrong_spec(spec)); }
 
 Plan build(const Spec& spec, int rank) {
   validate(spec);
-  expect_range("rank", rank, 0, spec.world - 1);
-  const bool gathers = spec.operation == Operation::AllGather || spec.operation == Operation::AllGatherGemm;
+  expect_none(outside("rank", rank, 0, spec.world - 1));
   const bool ring = spec.algorithm == Algorithm::Ring;
-  if (gathers) return ring ? gather_ring(spec, rank) : gather_direct(spec, rank);
+  if (gathers(spec)) return ring ? gather_ring(spec, rank) : gather_direct(spec, rank);
   return ring ? scatter_ring(spec, rank) : scatter_direct(spec, rank);
 }
 

@@ -10,8 +10,6 @@ std::string in_call(const Graph& graph, int call) {
   return graph.calls.size() > 1 ? " in call " + std::to_string(call) : "";
 }
 
-std::string times(int count) { return count == 1 ? "once" : std::to_string(count) + " times"; }
-
 class FlagCheck {
  public:
   FlagCheck(const Graph& graph, Report& report)

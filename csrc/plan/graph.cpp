@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "builders.h"
+
 namespace streamoverlap::plan {
 namespace {
 
@@ -23,10 +25,6 @@ void for_each_region(const Spec& spec, Buffer buffer, int rank, Visit visit) {
 }
 
 }  // namespace
-
-bool gathers(const Spec& spec) {
-  return spec.operation == Operation::AllGather || spec.operation == Operation::AllGatherGemm;
-}
 
 bool holds_one_shard(const Spec& spec, Buffer buffer) {
   return gathers(spec) ? buffer == Buffer::Input : buffer == Buffer::Output;

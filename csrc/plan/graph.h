@@ -79,6 +79,5 @@ class Graph {
 
 // The shards of a buffer of the caller: one (that of the rank) or all.
 bool holds_one_shard(const Spec&, Buffer);
-bool gathers(const Spec&);
 
 }  // namespace streamoverlap::plan

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <string>
 
+#include "builders.h"
+
 namespace streamoverlap::plan {
 namespace {
 
@@ -15,18 +17,6 @@ std::string outside(const std::string& what, int value, int low, int high) {
 }
 
 // Each returns what is wrong, nothing where all is well.
-std::string wrong_spec(const Spec& spec) {
-  if (!within(spec.world, 1, kMaxWorld)) return outside("world", spec.world, 1, kMaxWorld);
-  if (!within(spec.chunks, 1, kMaxChunks)) return outside("chunks", spec.chunks, 1, kMaxChunks);
-  if (!within(spec.compute_streams, 1, kMaxComputeStreams)) {
-    return outside("compute_streams", spec.compute_streams, 1, kMaxComputeStreams);
-  }
-  if (spec.keep_gathered && spec.operation != Operation::AllGatherGemm) {
-    return std::string("keep_gathered is set for ") + name(spec.operation) + ", expected only for all_gather_gemm";
-  }
-  return "";
-}
-
 std::string wrong_stream(const Spec& spec, const Op& op) {
   const Stream last = kCompute + spec.compute_streams - 1;
   if (!within(op.stream, 0, last)) return outside("its stream", op.stream, 0, last);

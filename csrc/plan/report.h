@@ -11,6 +11,8 @@
 
 namespace streamoverlap::plan {
 
+inline std::string times(int count) { return count == 1 ? "once" : std::to_string(count) + " times"; }
+
 class Report {
  public:
   static constexpr int kMostOfAKind = 32;

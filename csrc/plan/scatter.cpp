@@ -4,14 +4,10 @@
 
 #include <vector>
 
+#include "builders.h"
 #include "writer.h"
 
 namespace streamoverlap::plan {
-namespace {
-
-bool multiplies(const Spec& spec) { return spec.operation == Operation::GemmReduceScatter; }
-
-}  // namespace
 
 // Each partial goes straight to the rank that needs it; that rank sums all W of them.
 Plan scatter_direct(const Spec& spec, int rank) {

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "builders.h"
+
 namespace streamoverlap::plan {
 namespace {
 
@@ -36,8 +38,6 @@ std::string text(const Value& value) {
   for (const Term& term : value.terms) sum += (sum.empty() ? "" : " + ") + text(term);
   return sum + (value.biases ? " + bias" : "");
 }
-
-std::string times(int count) { return count == 1 ? "once" : std::to_string(count) + " times"; }
 
 class Evaluation {
  public:
@@ -115,19 +115,18 @@ class Evaluation {
 
   void end(const Node& node) {
     const Spec& spec = spec_of(node);
-    const bool multiplies =
-        spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter;
+    const bool product = multiplies(spec);
     std::vector<Term> expected;
     for (int shard = 0; shard < spec.world; ++shard) {
       if (!gathers(spec) && shard != node.rank) continue;
       for (int chunk = 0; chunk < spec.chunks; ++chunk) {
         expected.clear();
         if (gathers(spec)) {
-          expected.push_back(term(multiplies, shard, shard, chunk));
+          expected.push_back(term(product, shard, shard, chunk));
         } else {
-          for (int rank = 0; rank < spec.world; ++rank) expected.push_back(term(multiplies, rank, shard, chunk));
+          for (int rank = 0; rank < spec.world; ++rank) expected.push_back(term(product, rank, shard, chunk));
         }
-        compare(node, {Buffer::Output, node.rank, shard, chunk}, expected, multiplies ? 1 : 0);
+        compare(node, {Buffer::Output, node.rank, shard, chunk}, expected, product ? 1 : 0);
         if (!spec.keep_gathered) continue;
         expected = {term(false, shard, shard, chunk)};
         compare(node, {Buffer::Gathered, node.rank, shard, chunk}, expected, 0);

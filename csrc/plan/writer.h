@@ -13,7 +13,6 @@ class Writer {
   Writer(const Spec& spec, int rank);
 
   int world() const { return plan_.spec.world; }
-  int chunks() const { return plan_.spec.chunks; }
   int rank() const { return plan_.rank; }
   int peer(int distance) const { return ((rank() + distance) % world() + world()) % world(); }
 

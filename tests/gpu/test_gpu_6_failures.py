@@ -19,15 +19,13 @@ import torch.distributed as dist
 from gpu_ranks import ColdKernels, communicator, gpu_inputs, hold_back, new_group, on_gpu, streams_of, verify, wrong_in
 from ranks import Pool
 from references import Case, call, expected
-from test_failures import no_file_left_behind, state, wait_until
+from test_failures import CASE, SLACK, no_file_left_behind, state, wait_until
 
 import streamoverlap as so
 
 pytestmark = pytest.mark.gpu(1)
 
 TIMEOUT = 3.0
-SLACK = 2.0  # seconds after the timeout within which every rank must know
-CASE = Case("gemm_reduce_scatter", so.PlanSpec("ring", chunks=2), lead=(8,), bias=True)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,7 @@ class CudaBackend : public Backend {
       try {
         grow(Lane::Use::Captured, slot_bytes());
       } catch (const std::exception& error) {
-        AbortRecord record;  // the peers wait for this rank's memory, or have it already
-        record.culprit = group_->rank();
-        set_text(record.cause, error.what());
-        group_->abort(record);
+        group_->fail(error.what());
         throw;
       }
     }
