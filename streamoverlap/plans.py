@@ -33,14 +33,14 @@ __all__ = [
     "variants",
 ]
 
-OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter")
+OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce")
 
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
 _KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
 _STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
-_BUFFERS = ("input", "output", "gathered", "slot", "scratch")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
 _FLAGS = ("full", "empty")
 
 
@@ -53,6 +53,7 @@ def build(
     compute_streams: int = 1,
     reduce: str = "accumulate",
     keep_gathered: bool = False,
+    copy_input: bool = False,
     pruned: bool = True,
 ) -> list[Plan]:
     """The plans of all ranks for one operation.
@@ -62,12 +63,14 @@ def build(
         world: ranks, 1 to 64.
         algorithm, chunks, compute_streams, reduce: as in `streamoverlap.PlanSpec` ("serial" has no plan).
         keep_gathered: all_gather_gemm also hands out the gathered input.
+        copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
+            soon as the call is issued.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
-    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered)
+    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered, copy_input)
     return build_spec(spec, pruned=pruned)
 
 
@@ -88,8 +91,9 @@ def variants(
         streams = (1,) if operation == "all_gather" else compute_streams
         reductions = _REDUCTIONS if scatters else ("accumulate",)
         keeps = (False, True) if multiplies and not scatters else (False,)
-        for count, reduction, keep in product(streams, reductions, keeps):
-            yield Spec(operation, algorithm, reduction, world, parts, count, keep)
+        copies = (False,) if multiplies else (False, True)
+        for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
+            yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
 
 
 def spec_tuple(spec: Spec) -> tuple:
@@ -102,6 +106,7 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.chunks,
         spec.compute_streams,
         spec.keep_gathered,
+        spec.copy_input,
     )
 
 

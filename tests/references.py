@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import streamoverlap as so
+from streamoverlap import plans
+
+OPERATIONS = tuple(name for name in plans.OPERATIONS if hasattr(so, name))  # a plan can be there before its op
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 DTYPES = tuple(_EXACT)
@@ -29,7 +32,7 @@ class Case:
     operation: str
     plan: so.PlanSpec | None = None
     dtype: torch.dtype = torch.float32
-    lead: tuple[int, ...] = (6,)  # rows (or s, b) of a rank: of its x in a gather, of its result in a scatter
+    lead: tuple[int, ...] = (6,)  # rows (or s, b) of a rank: of its result in a scatter, of its x in all else
     k: int = 5
     n: tuple[int, ...] = (4,)  # rows of each weight
     bias: bool = False
@@ -51,7 +54,8 @@ def inputs(case: Case, rank: int, world: int) -> Inputs:
     scatters = case.operation.endswith("reduce_scatter")
     multiplies = "gemm" in case.operation
     lead = (case.lead[0] * world, *case.lead[1:]) if scatters else case.lead
-    high = _high(case, world if scatters else 1)
+    sums = scatters or case.operation == "all_reduce"
+    high = _high(case, world if sums else 1)
     source = torch.Generator().manual_seed(case.seed * 1009 + rank)
     shared = torch.Generator().manual_seed(case.seed * 1009 + 1008)  # the bias of a scatter is every rank's
 
@@ -87,8 +91,10 @@ def expected(case: Case, rank: int, world: int) -> list[Tensor]:
             return [gathered]
         outputs = [gathered @ w.double().t() + b for w, b in zip(own.weights, bias, strict=True)]
         return [*outputs, gathered] if case.gathered else outputs
-    if case.operation == "reduce_scatter":
+    if case.operation in ("reduce_scatter", "all_reduce"):
         total = sum(each.x.double() for each in everyone)
+        if case.operation == "all_reduce":
+            return [total]
     else:
         total = sum(each.x.double() @ each.weights[0].double().t() for each in everyone) + bias[0]
     return [total.chunk(world)[rank] if len(total) else total]

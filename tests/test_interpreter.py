@@ -49,14 +49,14 @@ def good_ops(rank):
     }
 
 
-def call(change=None, ranks=(0, 1)):
+def call(change=None, ranks=(0, 1), copy_input=False):
     """One call; `change` edits the named ops of `ranks`."""
     both = []
     for rank in (0, 1):
         ops = good_ops(rank)
         if change is not None and rank in ranks:
             ops = change(ops, rank) or ops
-        both.append((ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, rank, 5, list(ops.values())))
+        both.append((ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, rank, 5, list(ops.values())))
     return both
 
 
@@ -141,6 +141,51 @@ def test_credit_taken_before_the_call_began_breaks_the_call_before():
     breaks([call(early), call(early)], "deadlock")
 
 
+def copying_ops(ops, rank):
+    """The same all-gather with its input copied first: the own shard is sent from where it is handed out."""
+    own = (OUTPUT, rank, rank, 0)
+    return {
+        "copy own": data(COPY, MAIN, (INPUT, rank, rank, 0), own),
+        **{name: op for name, op in ops.items() if name != "copy own"},
+        "put": data(PUT, SEND, own, (SLOT, 1 - rank, rank, 0)),
+    }
+
+
+def copying_call(change=lambda ops, rank: ops):
+    return call(lambda ops, rank: change(copying_ops(ops, rank), rank), copy_input=True)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_caller_may_write_an_input_that_was_copied(calls):
+    assert _interpreter.interpret([copying_call()] * calls) == []
+
+
+def test_input_overwritten_before_it_is_copied():
+    by_send = replaced("copy own", lambda r: data(COPY, SEND, (INPUT, r, r, 0), (OUTPUT, r, r, 0)))
+    breaks([copying_call(by_send)], "torn")
+
+
+def test_copy_sent_before_it_is_made():
+    breaks([copying_call(moved("began", "copy own"))], "torn")
+
+
+def test_input_read_after_the_caller_has_overwritten_it():
+    breaks([copying_call(replaced("put", lambda r: data(PUT, SEND, (INPUT, r, r, 0), (SLOT, 1 - r, r, 0))))], "torn")
+
+
+def test_exchange_held_up_by_the_caller():
+    """The credit goes back only once the caller has joined the copy."""
+
+    def change(ops, rank):
+        names = list(ops)
+        joined = {**ops, "joined": event(RECORD, MAIN, 5), "recv after joined": event(WAIT, RECV, 5)}
+        names.remove("join send")
+        at = names.index("return credit")
+        return {name: joined[name] for name in [*names[:at], "join send", "joined", "recv after joined", *names[at:]]}
+
+    breaks([[(*plan[:9], 6, plan[10]) for plan in call(change)]], "the exchange is held up")
+
+
 def test_says_so_where_it_cannot_decide():
     early = moved("take credit", "send after began")
     # Two calls compete for the credit, so the order of all else matters: only the full search can tell.
@@ -151,9 +196,9 @@ def test_says_so_where_it_cannot_decide():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda plan: plan[:9], "plan has 9 fields; expected 10"),
-        (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 3"),
-        (lambda plan: (*plan[:9], [(9, *plan[9][0][1:])]), "kind is 9; expected 0 to 7"),
+        (lambda plan: plan[:9], "plan has 9 fields; expected 11"),
+        (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 4"),
+        (lambda plan: (*plan[:10], [(9, *plan[10][0][1:])]), "kind is 9; expected 0 to 7"),
     ],
 )
 def test_bad_tuples_are_refused(spoil, message):

@@ -11,10 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import subgroups
-from references import DTYPES, Case, call, differences, expected, inputs, verify
+from references import DTYPES, OPERATIONS, Case, call, differences, expected, inputs, verify
 
 import streamoverlap as so
-from streamoverlap.plans import OPERATIONS
 
 WORLDS = (1, 2, 3, 4, 8)
 ROWS = (7, 1, 12, 0, 2)  # none that 5 divides; fewer than chunks; zero; one

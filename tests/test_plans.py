@@ -49,6 +49,7 @@ def test_variants_cover_every_operation_and_option() -> None:
         "chunks": {1, 2, 3, 4},
         "compute_streams": {1, 2, 3},
         "keep_gathered": {False, True},
+        "copy_input": {False, True},
     }.items():
         assert {getattr(spec, field) for spec in specs} == values
 
@@ -82,7 +83,8 @@ def test_only_what_must_travel_travels(world: int) -> None:
     for spec, ranks in built(world):
         for plan in ranks:
             puts = of_kind(plan, "put")
-            assert len(puts) == (world - 1) * spec.chunks
+            exchanges = 2 if spec.operation == "all_reduce" else 1
+            assert len(puts) == exchanges * (world - 1) * spec.chunks
             assert all(put.writes[0].buffer == "slot" and put.writes[0].rank != plan.rank for put in puts)
             receivers = {put.writes[0].rank for put in puts}
             if spec.algorithm == "ring":

@@ -12,10 +12,9 @@ from itertools import pairwise, product
 import pytest
 import torch.distributed as dist
 from ranks import subgroups
-from references import DTYPES, Case, verify
+from references import DTYPES, OPERATIONS, Case, verify
 
 import streamoverlap as so
-from streamoverlap.plans import OPERATIONS
 
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 

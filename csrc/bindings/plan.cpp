@@ -36,7 +36,7 @@ Enum parse(const char* field, const std::string& text, int count) {
   throw py::value_error(std::string(field) + " is '" + text + "'; expected one of " + expected);
 }
 
-plan::Operation parse_operation(const std::string& text) { return parse<plan::Operation>("operation", text, 4); }
+plan::Operation parse_operation(const std::string& text) { return parse<plan::Operation>("operation", text, 5); }
 plan::Algorithm parse_algorithm(const std::string& text) { return parse<plan::Algorithm>("algorithm", text, 2); }
 plan::Reduction parse_reduction(const std::string& text) { return parse<plan::Reduction>("reduce", text, 2); }
 plan::Buffer parse_buffer(const std::string& text) { return parse<plan::Buffer>("buffer", text, plan::kBuffers); }
@@ -63,18 +63,19 @@ std::string repr(const T& value) {
 void register_parts(py::module_& m) {
   py::class_<Spec>(m, "Spec", "A variant of an operation: what all ranks must agree on.")
       .def(py::init([](const std::string& operation, const std::string& algorithm, const std::string& reduction,
-                       int world, int chunks, int compute_streams, bool keep_gathered) {
+                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input) {
              return Spec{parse_operation(operation),
                          parse_algorithm(algorithm),
                          parse_reduction(reduction),
                          world,
                          chunks,
                          compute_streams,
-                         keep_gathered};
+                         keep_gathered,
+                         copy_input};
            }),
            py::arg("operation"), py::arg("algorithm") = "direct", py::arg("reduction") = "accumulate",
            py::arg("world") = 1, py::arg("chunks") = 1, py::arg("compute_streams") = 1,
-           py::arg("keep_gathered") = false)
+           py::arg("keep_gathered") = false, py::arg("copy_input") = false)
       .def_property_readonly("operation", [](const Spec& s) { return plan::name(s.operation); })
       .def_property_readonly("algorithm", [](const Spec& s) { return plan::name(s.algorithm); })
       .def_property_readonly("reduction", [](const Spec& s) { return plan::name(s.reduction); })
@@ -82,6 +83,7 @@ void register_parts(py::module_& m) {
       .def_readonly("chunks", &Spec::chunks)
       .def_readonly("compute_streams", &Spec::compute_streams)
       .def_readonly("keep_gathered", &Spec::keep_gathered)
+      .def_readonly("copy_input", &Spec::copy_input)
       .def("__eq__", [](const Spec& a, const Spec& b) { return a == b; })
       .def("__hash__", [](const Spec& s) { return py::hash(py::str(plan::to_string(s))); })
       .def("__str__", [](const Spec& s) { return plan::to_string(s); })
@@ -146,6 +148,7 @@ void register_plan_classes(py::module_& m) {
       .def_readwrite("rank", &Plan::rank)
       .def_readwrite("events", &Plan::events)
       .def_readwrite("ops", &Plan::ops)
+      .def_property_readonly("join_begin", &plan::join_begin, "Where in `ops` the join begins.")
       .def("__eq__", [](const Plan& a, const Plan& b) { return a == b; })
       .def("__str__", [](const Plan& p) { return plan::to_string(p); })
       .def("__repr__", [](const Plan& p) {

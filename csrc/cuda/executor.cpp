@@ -131,8 +131,8 @@ void Executor::validate(const Call& call, const Operands& operands) const {
 }
 
 Executor::CallKey Executor::key(const Call& call) {
-  CallKey key{reinterpret_cast<std::intptr_t>(call.plan), call.signature, call.shard_rows};
-  auto at = key.begin() + 3;
+  CallKey key{reinterpret_cast<std::intptr_t>(call.plan), call.signature, call.shard_rows, call.missing_rows};
+  auto at = key.begin() + 4;
   for (const View& view : call.views) {
     *at++ = view.row_bytes;
     *at++ = view.shard_bytes;

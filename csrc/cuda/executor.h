@@ -68,7 +68,7 @@ class Executor {
  private:
   // What steps are compiled from. A signature is less: layers that exchange alike have the same one, whatever they
   // multiply by. The rest is less, too: flags have the signature's value.
-  using CallKey = Key<3 + 2 * plan::kBuffers>;
+  using CallKey = Key<4 + 2 * plan::kBuffers>;
   static CallKey key(const Call& call);
 
   struct Prepared {

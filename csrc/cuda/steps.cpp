@@ -20,7 +20,7 @@ class Compiler {
 
   Steps compile() {
     const std::vector<Op>& ops = call_.plan->ops;
-    const std::size_t join = join_begin(*call_.plan);
+    const std::size_t join = plan::join_begin(*call_.plan);
     for (std::size_t i = 0; i < ops.size(); ++i) {
       in_join_ = i >= join;
       add(ops[i]);

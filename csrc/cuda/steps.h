@@ -28,7 +28,7 @@ struct Step {
 
   Kind kind = Kind::Record;
   plan::Stream stream = plan::kMain;
-  bool join = false;                       // of main: what an async call leaves to others; see join_begin
+  bool join = false;                       // of main: what an async call leaves to others; see plan::join_begin
   bool bias = false;                       // Gemm
   int event = -1;                          // Record, Wait
   int first = 0, count = 0;                // Reduce: terms; Memory: operations

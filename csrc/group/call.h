@@ -9,12 +9,13 @@
 namespace streamoverlap {
 
 // Rows of a chunk within its shard. All chunks have ceil(shard_rows / chunks) rows but the last, which may have
-// fewer; where rows are fewer than chunks the last ones are empty.
+// fewer; where rows are fewer than chunks the last ones are empty. Of a shard that has only `available` of its rows the
+// last chunks fall short.
 struct Rows {
   std::int64_t begin = 0;
   std::int64_t count = 0;
 };
-Rows chunk_rows(std::int64_t shard_rows, int chunks, int chunk);
+Rows chunk_rows(std::int64_t shard_rows, int chunks, int chunk, std::int64_t available);
 
 // Where a buffer of this rank lies. A buffer that holds a single shard (the input of an all-gather, the output of a
 // reduce-scatter) has shard_bytes 0.
@@ -28,16 +29,13 @@ struct Call {
   const plan::Plan* plan = nullptr;
   std::uint32_t signature = 0;  // of plan and shapes, equal on all ranks that agree; see signature.h
   std::int64_t shard_rows = 0;
-  View views[plan::kBuffers];  // Slot and Scratch: only row_bytes; the executor picks the slot and sets base
+  std::int64_t missing_rows = 0;  // by which all shards together have fewer than world * shard_rows, at their end
+  View views[plan::kBuffers];     // Slot and Scratch: only row_bytes; the executor picks the slot and sets base
 
-  std::int64_t slot_bytes() const { return row_bytes(plan::Buffer::Slot) * shard_rows * plan->spec.world; }
+  std::int64_t slot_bytes() const { return row_bytes(plan::Buffer::Slot) * shard_rows * plan::slot_shards(plan->spec); }
   std::int64_t scratch_bytes() const { return row_bytes(plan::Buffer::Scratch) * shard_rows * plan->spec.world; }
   std::int64_t row_bytes(plan::Buffer b) const { return views[static_cast<int>(b)].row_bytes; }
 };
-
-// Where in plan.ops the join begins: main's ops from there on only wait for the other streams. An async call leaves
-// them to whoever needs the result; what main does before them belongs to the issue.
-std::size_t join_begin(const plan::Plan& plan);
 
 // Throws std::invalid_argument where a Wait comes before its Record. A CUDA stream would pass it in silence, a thread
 // would wait for ever.

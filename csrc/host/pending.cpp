@@ -19,14 +19,14 @@ Pending::Pending(const Call& call, PendingConfig config)
 void Pending::start(const StreamSet& streams) {
   std::array<Ops, plan::kMaxStreams> ops;
   const std::vector<Op>& all = call_.plan->ops;
-  const std::size_t join = join_begin(*call_.plan);
+  const std::size_t join = plan::join_begin(*call_.plan);
   for (std::size_t i = 0; i < all.size(); ++i) {
     (all[i].stream == plan::kMain && i >= join ? main_ : ops[all[i].stream]).push_back(&all[i]);
   }
 
   const auto used = [&ops](plan::Stream stream) { return !ops[stream].empty(); };
   for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) remaining_ += used(stream);
-  if (remaining_ == 0) finish();
+  const bool alone = remaining_ == 0;
   for (plan::Stream stream = plan::kSend; stream < plan::kMaxStreams; ++stream) {
     if (!used(stream)) continue;
     streams.at(stream).enqueue([self = shared_from_this(), ops = std::move(ops[stream])] {
@@ -40,6 +40,7 @@ void Pending::start(const StreamSet& streams) {
   }
 
   run(ops[plan::kMain]);
+  if (alone) finish();
 }
 
 // The timeout runs from here: a call may have waited behind others on its streams. The first stream to come sets the

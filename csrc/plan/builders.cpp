@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "all_reduce.h"
 #include "gather.h"
 #include "scatter.h"
 
@@ -21,12 +22,22 @@ void expect_none(const std::string& wrong) {
 
 }  // namespace
 
+Shards shards_of(const Spec& spec, Buffer buffer, int rank) {
+  const bool own_alone = (buffer == Buffer::Input && gathers(spec)) || (buffer == Buffer::Output && scatters(spec));
+  if (own_alone) return {rank, rank + 1};
+  return {0, buffer == Buffer::Slot ? slot_shards(spec) : spec.world};
+}
+
 std::string wrong_spec(const Spec& spec) {
   std::string wrong = outside("world", spec.world, 1, kMaxWorld);
   if (wrong.empty()) wrong = outside("chunks", spec.chunks, 1, kMaxChunks);
   if (wrong.empty()) wrong = outside("compute_streams", spec.compute_streams, 1, kMaxComputeStreams);
   if (wrong.empty() && spec.keep_gathered && spec.operation != Operation::AllGatherGemm) {
     wrong = std::string("keep_gathered is set for ") + name(spec.operation) + "; expected only for all_gather_gemm";
+  }
+  if (wrong.empty() && spec.copy_input && multiplies(spec)) {
+    wrong = std::string("copy_input is set for ") + name(spec.operation) +
+            "; expected only for all_gather, reduce_scatter and all_reduce";
   }
   return wrong;
 }
@@ -37,6 +48,7 @@ Plan build(const Spec& spec, int rank) {
   validate(spec);
   expect_none(outside("rank", rank, 0, spec.world - 1));
   const bool ring = spec.algorithm == Algorithm::Ring;
+  if (spec.operation == Operation::AllReduce) return ring ? all_reduce_ring(spec, rank) : all_reduce_direct(spec, rank);
   if (gathers(spec)) return ring ? gather_ring(spec, rank) : gather_direct(spec, rank);
   return ring ? scatter_ring(spec, rank) : scatter_direct(spec, rank);
 }

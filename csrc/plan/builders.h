@@ -8,13 +8,27 @@
 
 namespace streamoverlap::plan {
 
-// What an operation does with shards: gather those of all ranks, or else sum and scatter; multiply, or else only move.
+// What an operation does with shards: gather those of all ranks, or else sum them, and scatter the sums or give all to
+// every rank; multiply, or else only move.
 inline bool gathers(const Spec& spec) {
   return spec.operation == Operation::AllGatherGemm || spec.operation == Operation::AllGather;
+}
+inline bool scatters(const Spec& spec) {
+  return spec.operation == Operation::GemmReduceScatter || spec.operation == Operation::ReduceScatter;
 }
 inline bool multiplies(const Spec& spec) {
   return spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter;
 }
+
+// The shards of a buffer of a rank: first to last-1.
+struct Shards {
+  int first = 0, last = 0;
+};
+Shards shards_of(const Spec&, Buffer, int rank);
+
+// Where the input is read from once it is copied. An output of all shards takes it: it holds what the input holds until
+// results replace it.
+inline Buffer copy_of_input(const Spec& spec) { return scatters(spec) ? Buffer::Copied : Buffer::Output; }
 
 // Names the field that is out of range, what it was and what was expected; empty where all are in range.
 std::string wrong_spec(const Spec&);

@@ -8,6 +8,7 @@
 #include "deadlock.h"
 #include "flags.h"
 #include "graph.h"
+#include "held_up.h"
 #include "malformed.h"
 #include "report.h"
 #include "requirements.h"
@@ -42,8 +43,8 @@ void check_order(const Graph& graph, const std::vector<int>& order, Report& repo
 }  // namespace
 
 const char* name(FaultKind value) {
-  constexpr const char* names[] = {"race",       "deadlock", "not joined",  "unrecorded event",
-                                   "flag state", "credit",   "wrong value", "malformed"};
+  constexpr const char* names[] = {"race",   "deadlock", "not joined",  "unrecorded event", "flag state",
+                                   "credit", "held up",  "wrong value", "malformed"};
   return names[static_cast<int>(value)];
 }
 
@@ -65,6 +66,7 @@ std::vector<Fault> check_sequence(const std::vector<std::vector<Plan>>& calls) {
   Clocks local(graph, Edges::Local);
   local.compute(order);
   check_any_order(graph, local, report);
+  check_held_up(graph, report);
   check_order(graph, order, report);
   check_values(graph, order, report);
   return report.take();

@@ -21,7 +21,7 @@ void Clocks::compute(const std::vector<int>& order, const std::vector<char>* dro
     const int previous = graph_->previous(id);
     int row = previous < 0 ? 0 : row_of_[previous];
     const bool follows =
-        node.source >= 0 && (edges_ == Edges::All || node.is(Kind::Wait)) && !(dropped && (*dropped)[id]);
+        node.source >= 0 && (edges_ == Edges::All || !node.is(Kind::Await)) && !(dropped && (*dropped)[id]);
     if (follows) {
       const Node& source = graph_->nodes[node.source];
       const int from = column(source.chain, source.rank);

@@ -15,7 +15,7 @@ class Consumer {
 
   void operator()(int shard, int chunk, const Region& source, int arrived) {
     if (spec_.operation == Operation::AllGather) {
-      copy(source, w_.output(shard, chunk), arrived);
+      if (source != w_.output(shard, chunk)) copy(source, w_.output(shard, chunk), arrived);
       return;
     }
     const Stream compute = w_.next_compute();
@@ -44,13 +44,13 @@ Plan gather_direct(const Spec& spec, int rank) {
   std::vector<int> sent(spec.chunks);
   const auto send = [&](int step) {
     for (int c = 0; c < spec.chunks; ++c) {
-      sent[c] = w.put(w.input(rank, c), Writer::slot_of(w.peer(step), rank, c), c);
+      sent[c] = w.put(w.source(rank, c), Writer::slot_of(w.peer(step), rank, c), c);
     }
   };
 
   w.take_credits();
   if (spec.world > 1) send(1);
-  for (int c = 0; c < spec.chunks; ++c) consume(rank, c, w.input(rank, c), -1);
+  for (int c = 0; c < spec.chunks; ++c) consume(rank, c, w.source(rank, c), -1);
   for (int step = 1; step < spec.world; ++step) {
     const std::vector<int> sent_this_step = sent;
     if (step + 1 < spec.world) send(step + 1);
@@ -73,9 +73,9 @@ Plan gather_ring(const Spec& spec, int rank) {
 
   w.take_credits();
   for (int c = 0; c < spec.chunks && spec.world > 1; ++c) {
-    sent[c] = w.put(w.input(rank, c), Writer::slot_of(next, rank, c), c);
+    sent[c] = w.put(w.source(rank, c), Writer::slot_of(next, rank, c), c);
   }
-  for (int c = 0; c < spec.chunks; ++c) consume(rank, c, w.input(rank, c), -1);
+  for (int c = 0; c < spec.chunks; ++c) consume(rank, c, w.source(rank, c), -1);
   for (int step = 1; step < spec.world; ++step) {
     const int shard = w.peer(-step);
     for (int c = 0; c < spec.chunks; ++c) {

@@ -18,24 +18,21 @@ std::uint64_t key_of(const Flag& flag) {
 
 template <class Visit>
 void for_each_region(const Spec& spec, Buffer buffer, int rank, Visit visit) {
-  const bool one = holds_one_shard(spec, buffer);
-  for (int shard = one ? rank : 0; shard < (one ? rank + 1 : spec.world); ++shard) {
+  const Shards shards = shards_of(spec, buffer, rank);
+  for (int shard = shards.first; shard < shards.last; ++shard) {
     for (int chunk = 0; chunk < spec.chunks; ++chunk) visit(Region{buffer, rank, shard, chunk});
   }
 }
 
 }  // namespace
 
-bool holds_one_shard(const Spec& spec, Buffer buffer) {
-  return gathers(spec) ? buffer == Buffer::Input : buffer == Buffer::Output;
-}
-
 Graph::Graph(const Calls& all) : calls(all), world(static_cast<int>(all.front().size())) {
   std::size_t count = 0;
   region_bases_.push_back(0);
   for (const auto& plans : calls) {
-    for (const Plan& plan : plans) count += plan.ops.size() + 2;
-    region_bases_.push_back(region_bases_.back() + world * kBuffers * world * plans.front().spec.chunks);
+    for (const Plan& plan : plans) count += plan.ops.size() + 3;
+    const int call = static_cast<int>(region_bases_.size()) - 1;
+    region_bases_.push_back(region_bases_.back() + world * kBuffers * regions_of_buffer(call));
   }
   nodes.reserve(count);
   begins_.resize(calls.size() * world);
@@ -57,7 +54,11 @@ void Graph::add_rank(int rank) {
     chain_of[kMain] = main;
     records.assign(plan.events, -1);
     begins_[call * world + rank] = add_node(Node::Type::Begin, nullptr, call, rank, main);
-    for (const Op& op : plan.ops) {
+    if (call > 0) nodes.back().source = end(call - 1, rank);
+    const std::size_t join = join_begin(plan);
+    for (std::size_t i = 0; i < plan.ops.size(); ++i) {
+      const Op& op = plan.ops[i];
+      if (i == join) chain_of[kMain] = -1;
       int& chain = chain_of[op.stream];
       if (chain < 0) {
         chain = static_cast<int>(chains.size());
@@ -72,7 +73,10 @@ void Graph::add_rank(int rank) {
         if (records[op.event] < 0) unrecorded.push_back(node);
       }
     }
-    add_node(Node::Type::End, nullptr, call, rank, main);
+    add_node(Node::Type::Issued, nullptr, call, rank, main);
+    const bool waits = join < plan.ops.size();
+    if (!waits) chains.emplace_back();
+    add_node(Node::Type::End, nullptr, call, rank, waits ? chain_of[kMain] : static_cast<int>(chains.size()) - 1);
   }
 }
 
@@ -135,9 +139,15 @@ void Graph::list_accesses() {
       continue;
     }
     // The caller wrote the input just before and allocated the results; as soon as the call has ended on main, it
-    // reads the results and may overwrite or free the input.
+    // reads the results and may overwrite or free the input. Where that is copied, it may so once the call is issued.
     const Spec& spec = calls[node.call][node.rank].spec;
     const bool begins = node.type == Node::Type::Begin;
+    if (node.type == Node::Type::Issued) {
+      if (spec.copy_input) {
+        for_each_region(spec, Buffer::Input, node.rank, [&](const Region& region) { add(region, true); });
+      }
+      continue;
+    }
     for_each_region(spec, Buffer::Input, node.rank, [&](const Region& region) { add(region, true); });
     for_each_region(spec, Buffer::Output, node.rank, [&](const Region& region) { add(region, begins); });
     if (!spec.keep_gathered) continue;
@@ -153,7 +163,12 @@ void Graph::list_accesses() {
 int Graph::region_id(int call, const Region& region) const {
   const int chunks = calls[call].front().spec.chunks;
   const int buffer = region.rank * kBuffers + static_cast<int>(region.buffer);
-  return region_bases_[call] + (buffer * world + region.shard) * chunks + region.chunk;
+  return region_bases_[call] + buffer * regions_of_buffer(call) + region.shard * chunks + region.chunk;
+}
+
+int Graph::regions_of_buffer(int call) const {
+  const Spec& spec = calls[call].front().spec;
+  return slot_shards(spec) * spec.chunks;
 }
 
 int Graph::call_of_region(int id) const {
@@ -163,9 +178,9 @@ int Graph::call_of_region(int id) const {
 Region Graph::region(int id) const {
   const int call = call_of_region(id);
   const int chunks = calls[call].front().spec.chunks;
-  const int index = id - region_bases_[call];
-  const int buffer = index / chunks / world;
-  return {static_cast<Buffer>(buffer % kBuffers), buffer / kBuffers, index / chunks % world, index % chunks};
+  const int size = regions_of_buffer(call);
+  const int buffer = (id - region_bases_[call]) / size, index = (id - region_bases_[call]) % size;
+  return {static_cast<Buffer>(buffer % kBuffers), buffer / kBuffers, index / chunks, index % chunks};
 }
 
 std::string Graph::describe(int id) const {
@@ -173,6 +188,7 @@ std::string Graph::describe(int id) const {
   std::string text = calls.size() > 1 ? "call " + std::to_string(node.call) + " " : "";
   text += "rank " + std::to_string(node.rank) + " ";
   if (node.type == Node::Type::Begin) return text + "main [the caller, before the call]";
+  if (node.type == Node::Type::Issued) return text + "main [the caller, once the call is issued]";
   if (node.type == Node::Type::End) return text + "main [the caller, after the call]";
   return text + name(node.op->stream) + " [" + to_string(*node.op) + "]";
 }

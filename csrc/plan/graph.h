@@ -1,5 +1,5 @@
-// The plans of one or more consecutive calls as one graph: a node for every op, and for every call and rank a Begin
-// and an End on main that stand for what the caller does there.
+// The plans of one or more consecutive calls as one graph: a node for every op, and for every call and rank three that
+// stand for what the caller does: Begin before the call, Issued once it is issued, End after the join.
 #pragma once
 
 #include <string>
@@ -12,12 +12,14 @@ namespace streamoverlap::plan {
 using Calls = std::vector<std::vector<Plan>>;  // calls[k][r]: what rank r runs in call k
 
 struct Node {
-  enum class Type : std::uint8_t { Begin, Op, End };
+  enum class Type : std::uint8_t { Begin, Op, Issued, End };
   Type type = Type::Op;
-  const Op* op = nullptr;  // none for Begin and End
+  const Op* op = nullptr;  // none for what is the caller's
   int call = 0, rank = 0;
   int chain = 0, position = 0;
-  int source = -1;  // Wait: its Record; Await: the Notify that releases it, -1 where the first state of the flag does
+  // Wait: its Record; Await: the Notify that releases it, -1 where the first state of the flag does; Begin: the End of
+  // the call before on the slot.
+  int source = -1;
 
   bool is(Kind kind) const { return op && op->kind == kind; }
   bool works() const { return op && op->kind < Kind::Record; }
@@ -45,7 +47,9 @@ class Graph {
   const int world;
   std::vector<Node> nodes;
   // A chain is a stream of a rank, which runs in order. Main goes on over all calls; every other stream is a chain of
-  // its own in each call, since there its Waits alone order it.
+  // its own in each call, since there its Waits alone order it. So is the join, with End, since whoever needs the
+  // result may join on any stream. That the next Begin comes after it stands for the executor, which waits for what the
+  // join waits for, joined or not; as End touches only what is the caller's in its own call, it does no harm there.
   std::vector<std::vector<int>> chains;
   std::vector<int> first_chain;  // of each rank, and one past the last of all
 
@@ -57,11 +61,16 @@ class Graph {
   std::vector<Access> accesses;  // by region
 
   int begin(int call, int rank) const { return begins_[call * world + rank]; }
-  int end(int call, int rank) const { return begin(call, rank) + 1 + static_cast<int>(calls[call][rank].ops.size()); }
+  // Ops are the nodes between begin() and issued(), in issue order.
+  int issued(int call, int rank) const {
+    return begin(call, rank) + 1 + static_cast<int>(calls[call][rank].ops.size());
+  }
+  int end(int call, int rank) const { return issued(call, rank) + 1; }
   int previous(int node) const;  // in its chain, -1 for the first
 
   int regions() const { return region_bases_.back(); }
   int region_id(int call, const Region& region) const;
+  int regions_of_buffer(int call) const;  // of a rank, with numbers in a row
   Region region(int id) const;
   int call_of_region(int id) const;
 
@@ -76,8 +85,5 @@ class Graph {
   std::vector<int> begins_;
   std::vector<int> region_bases_;
 };
-
-// The shards of a buffer of the caller: one (that of the rank) or all.
-bool holds_one_shard(const Spec&, Buffer);
 
 }  // namespace streamoverlap::plan

@@ -26,8 +26,9 @@ std::string wrong_stream(const Spec& spec, const Op& op) {
     case Kind::Reduce:
       return compute ? "" : "it is on " + name(op.stream) + ", expected a compute stream";
     case Kind::Put:
-    case Kind::Copy:
       return send ? "" : "it is on " + name(op.stream) + ", expected send";
+    case Kind::Copy:
+      return send || op.stream == kMain ? "" : "it is on " + name(op.stream) + ", expected main or send";
     case Kind::Notify:
     case Kind::Await:
       return send || recv ? "" : "it is on " + name(op.stream) + ", expected send or recv";
@@ -41,15 +42,17 @@ std::string wrong_stream(const Spec& spec, const Op& op) {
 std::string wrong_region(const Spec& spec, const Region& region) {
   if (static_cast<int>(region.buffer) >= kBuffers) return "a region is of an unknown buffer";
   if (!within(region.rank, 0, spec.world - 1)) return outside("the rank of a region", region.rank, 0, spec.world - 1);
-  const bool one = holds_one_shard(spec, region.buffer);
-  const int first = one ? region.rank : 0, last = one ? region.rank : spec.world - 1;
-  if (!within(region.shard, first, last)) {
-    return outside("the shard of " + to_string(region), region.shard, first, last);
+  const Shards shards = shards_of(spec, region.buffer, region.rank);
+  if (!within(region.shard, shards.first, shards.last - 1)) {
+    return outside("the shard of " + to_string(region), region.shard, shards.first, shards.last - 1);
   }
   if (!within(region.chunk, 0, spec.chunks - 1)) {
     return outside("the chunk of " + to_string(region), region.chunk, 0, spec.chunks - 1);
   }
   if (region.buffer == Buffer::Gathered && !spec.keep_gathered) return "the plan keeps no gathered input";
+  if (region.buffer == Buffer::Copied && !(spec.copy_input && copy_of_input(spec) == Buffer::Copied)) {
+    return "the plan has no copy of the input apart from its output";
+  }
   return "";
 }
 
@@ -88,6 +91,12 @@ std::string wrong_data(const Spec& spec, const Op& op, int rank) {
     }
   } else if (target.rank != rank || target.buffer == Buffer::Input) {
     return "it writes " + to_string(target) + ", expected a region of its own rank other than the input";
+  }
+  // Main does not wait for the last call on the slot, so it must touch nothing that is not this call's alone.
+  const bool shared = target.buffer == Buffer::Slot || target.buffer == Buffer::Scratch;
+  if (op.stream == kMain && (op.reads[0].buffer != Buffer::Input || shared)) {
+    return "main copies " + to_string(op.reads[0]) + " to " + to_string(target) +
+           ", expected the input to what is the call's own";
   }
   if ((op.kind == Kind::Gemm || op.kind == Kind::Copy) && op.reads[0] == target) {
     return "it writes " + to_string(target) + ", which it reads";

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "builders.h"
+
 namespace streamoverlap::plan {
 namespace {
 
@@ -18,8 +20,23 @@ std::string join(const std::vector<Region>& regions) {
 
 }  // namespace
 
+std::size_t join_begin(const Plan& plan) {
+  const auto joins = [](const Op& op) { return op.stream == kMain && op.kind == Kind::Wait; };
+  return static_cast<std::size_t>(std::find_if(plan.ops.begin(), plan.ops.end(), joins) - plan.ops.begin());
+}
+
+int slot_shards(const Spec& spec) {
+  return spec.operation == Operation::AllReduce && spec.algorithm == Algorithm::Direct ? 2 * spec.world : spec.world;
+}
+
+int data_shard(const Spec& spec, const Region& region) {
+  if (region.buffer != Buffer::Slot || spec.algorithm != Algorithm::Direct || gathers(spec)) return region.shard;
+  return region.shard < spec.world ? region.rank : region.shard - spec.world;
+}
+
 const char* name(Operation value) {
-  constexpr const char* names[] = {"all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter"};
+  constexpr const char* names[] = {"all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter",
+                                   "all_reduce"};
   return names[static_cast<int>(value)];
 }
 
@@ -28,7 +45,7 @@ const char* name(Algorithm value) { return value == Algorithm::Ring ? "ring" : "
 const char* name(Reduction value) { return value == Reduction::Accumulate ? "accumulate" : "sum"; }
 
 const char* name(Buffer value) {
-  constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch"};
+  constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch", "copied"};
   return names[static_cast<int>(value)];
 }
 
@@ -48,6 +65,7 @@ std::string to_string(const Spec& spec) {
                      ", compute_streams=" + std::to_string(spec.compute_streams);
   if (spec.operation == Operation::GemmReduceScatter) text += std::string(", reduce=") + name(spec.reduction);
   if (spec.keep_gathered) text += ", keep_gathered";
+  if (spec.copy_input) text += ", copy_input";
   return text + ")";
 }
 
@@ -85,11 +103,12 @@ std::string to_string(const Op& op) {
 
 std::string to_string(const Plan& plan) {
   std::string text = to_string(plan.spec) + ", rank " + std::to_string(plan.rank) + "\n";
+  const std::size_t join = join_begin(plan);
   for (std::size_t i = 0; i < plan.ops.size(); ++i) {
     const Op& op = plan.ops[i];
     std::string number = std::to_string(i);
     text += std::string(number.size() < 4 ? 4 - number.size() : 0, ' ') + number + "  " + pad(name(op.stream), 9) +
-            " " + to_string(op) + "\n";
+            " " + to_string(op) + (op.stream == kMain && i >= join ? "  (join)" : "") + "\n";
   }
   return text;
 }

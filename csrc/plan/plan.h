@@ -4,6 +4,7 @@
 // (csrc/host, csrc/cuda) and never decide an order themselves. Nothing here knows of bytes, shapes, torch or CUDA.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -12,7 +13,7 @@
 
 namespace streamoverlap::plan {
 
-enum class Operation : std::uint8_t { AllGatherGemm, GemmReduceScatter, AllGather, ReduceScatter };
+enum class Operation : std::uint8_t { AllGatherGemm, GemmReduceScatter, AllGather, ReduceScatter, AllReduce };
 enum class Algorithm : std::uint8_t { Ring, Direct };
 
 // How partial products are summed: folded into the next GEMM (D = A W^T + C), or by a Reduce in fp32.
@@ -27,8 +28,11 @@ struct Spec {
   int chunks = 1;              // parts of a shard
   int compute_streams = 1;     // GEMMs go round robin over these
   bool keep_gathered = false;  // all_gather_gemm: also hand out the gathered input
+  bool copy_input = false;     // plain collectives: copy the input first, so that the caller may write it at once
 
-  auto tie() const { return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered); }
+  auto tie() const {
+    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input);
+  }
 };
 
 inline constexpr int kMaxWorld = 64;
@@ -49,10 +53,12 @@ enum class Buffer : std::uint8_t {
   Gathered,  // the caller's copy of the gathered input, where asked for
   Slot,      // the symmetric buffer that peers write to
   Scratch,   // partials of this rank on their way to a peer; nobody else sees them
+  Copied,    // this call's own copy of the input, where asked for and the output cannot take it
 };
-inline constexpr int kBuffers = 5;
+inline constexpr int kBuffers = 6;
 
-// One chunk of one shard in a buffer of a rank. In the slot of a direct reduce-scatter `shard` is the sender.
+// One chunk of one shard in a buffer of a rank. In the slot of a direct reduce-scatter `shard` is the sender; that of a
+// direct all-reduce goes on with the sums: shard s of them is world + s.
 struct Region {
   Buffer buffer = Buffer::Input;
   int rank = 0;
@@ -72,7 +78,7 @@ struct Flag {
   FlagKind kind = FlagKind::Full;
   int sender = -1;
   int receiver = -1;
-  int index = 0;  // Full: one of Spec::chunks * (world - 1) or fewer; Empty: 0
+  int index = 0;  // Full: below full_flags_per_pair(world); Empty: 0
 
   int owner() const { return kind == FlagKind::Full ? receiver : sender; }  // awaits and clears it
   int setter() const { return kind == FlagKind::Full ? sender : receiver; }
@@ -82,7 +88,7 @@ struct Flag {
 enum class Kind : std::uint8_t {
   Gemm,    // compute: writes[0] = reads[0] W^T (+ reads[1]) (+ bias)
   Put,     // send: writes[0], in a peer's slot, = reads[0]
-  Copy,    // send: writes[0] = reads[0], inside the rank
+  Copy,    // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
   Reduce,  // compute: writes[0] = the sum of reads in fp32, in their order, rounded once
   Notify,  // send or recv: set `flag` at its owner
   Await,   // send or recv: wait until the own `flag` is set, then clear it
@@ -103,6 +109,10 @@ struct Op {
   auto tie() const { return std::tie(kind, stream, reads, writes, bias, flag, event); }
 };
 
+// What main does comes in two parts. The issue: all before its first Wait, so that it depends on no other stream. The
+// join: the rest, which only waits for the other streams. Between the two the caller's stream does whatever the caller
+// wants; the join may come at any time, on any stream, more than once or never. Where the input is copied first, it is
+// the caller's again once the issue is over.
 struct Plan {
   Spec spec;
   int rank = 0;
@@ -111,6 +121,9 @@ struct Plan {
 
   auto tie() const { return std::tie(spec, rank, events, ops); }
 };
+
+// Where in plan.ops the join begins: main's ops before it belong to the issue.
+std::size_t join_begin(const Plan&);
 
 template <class T>
 using EnableTied = decltype(std::declval<const T&>().tie(), bool{});
@@ -127,8 +140,14 @@ EnableTied<T> operator<(const T& a, const T& b) {
   return a.tie() < b.tie();
 }
 
-// Full flags of one (sender, receiver) pair that any plan of this world size can use.
-constexpr int full_flags_per_pair(int world) { return kMaxChunks * (world > 1 ? world - 1 : 1); }
+// Shards that the slot of a rank has room for.
+int slot_shards(const Spec&);
+// The shard whose rows a region holds: `region.shard`, but in a slot that is indexed by sender.
+int data_shard(const Spec&, const Region&);
+
+// Full flags of one (sender, receiver) pair that any plan of this world size can use: a ring passes W-1 shards on, and
+// an all-reduce does so twice.
+constexpr int full_flags_per_pair(int world) { return 2 * kMaxChunks * (world > 1 ? world - 1 : 1); }
 
 const char* name(Operation);
 const char* name(Algorithm);

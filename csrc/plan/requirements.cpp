@@ -17,13 +17,12 @@ struct Span {
 };
 
 Span accesses_of(const Graph& graph, int call, int rank, Buffer buffer) {
-  const Spec& spec = graph.calls[call].front().spec;
   const int from = graph.region_id(call, {buffer, rank, 0, 0});
   const auto at = [&](int region) {
     return std::lower_bound(graph.accesses.data(), graph.accesses.data() + graph.accesses.size(), region,
                             [](const Access& access, int id) { return access.region < id; });
   };
-  return {at(from), at(from + graph.world * spec.chunks)};
+  return {at(from), at(from + graph.regions_of_buffer(call))};
 }
 
 class Collector {
@@ -48,8 +47,10 @@ class Collector {
     const auto& all = g_.accesses;
     for (std::size_t i = 0; i < all.size(); ++i) {
       for (std::size_t j = i + 1; j < all.size() && all[j].region == all[i].region; ++j) {
-        const bool same_chain = g_.nodes[all[i].node].chain == g_.nodes[all[j].node].chain;
-        if ((all[i].write || all[j].write) && !same_chain) {
+        const Node& a = g_.nodes[all[i].node];
+        const Node& b = g_.nodes[all[j].node];
+        const bool both_callers = !a.op && !b.op;
+        if ((all[i].write || all[j].write) && a.chain != b.chain && !both_callers) {
           require(Rule::Race, all[i].node, all[j].node, all[i].region);
         }
       }
@@ -122,7 +123,7 @@ class Collector {
     std::array<int, kMaxStreams> first, last;
     first.fill(-1);
     last.fill(-1);
-    for (int node = g_.begin(call, rank) + 1; node < g_.end(call, rank); ++node) {
+    for (int node = g_.begin(call, rank) + 1; node < g_.issued(call, rank); ++node) {
       if (!g_.nodes[node].works()) continue;
       const Stream stream = g_.nodes[node].op->stream;
       if (first[stream] < 0) first[stream] = node;
@@ -155,7 +156,7 @@ class Collector {
   void credits_of(int call, int rank, const int* taken) {
     std::array<int, kMaxStreams> last_use;
     last_use.fill(-1);
-    for (int node = g_.begin(call, rank) + 1; node < g_.end(call, rank); ++node) {
+    for (int node = g_.begin(call, rank) + 1; node < g_.issued(call, rank); ++node) {
       const Op& op = *g_.nodes[node].op;
       const bool full = op.flag.kind == FlagKind::Full;
       if (op.kind == Kind::Put || (op.kind == Kind::Notify && full)) {
@@ -168,7 +169,7 @@ class Collector {
         last_use[op.stream] = node;
       }
     }
-    for (int node = g_.begin(call, rank) + 1; node < g_.end(call, rank); ++node) {
+    for (int node = g_.begin(call, rank) + 1; node < g_.issued(call, rank); ++node) {
       const Op& op = *g_.nodes[node].op;
       if (op.kind != Kind::Notify || op.flag.kind != FlagKind::Empty) continue;
       for (const int use : last_use) {

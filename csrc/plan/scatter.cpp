@@ -19,7 +19,7 @@ Plan scatter_direct(const Spec& spec, int rank) {
   for (int step = 1; step < spec.world; ++step) {
     const int to = w.peer(step);
     for (int c = 0; c < spec.chunks; ++c) {
-      Region part = w.input(to, c);
+      Region part = w.source(to, c);
       if (multiplies(spec)) {
         const Stream compute = w.next_compute();
         w.gemm(compute, {w.input(to, c)}, w.scratch(to, c), false);
@@ -48,7 +48,7 @@ Plan scatter_direct(const Spec& spec, int rank) {
       if (j != rank) {
         terms.push_back(w.slot(j, c));
       } else if (!accumulate) {
-        terms.push_back(multiplies(spec) ? w.scratch(rank, c) : w.input(rank, c));
+        terms.push_back(multiplies(spec) ? w.scratch(rank, c) : w.source(rank, c));
       }
     }
     if (!accumulate) {
@@ -80,7 +80,7 @@ Plan scatter_ring(const Spec& spec, int rank) {
     for (int c = 0; c < spec.chunks; ++c) {
       const Stream compute = w.next_compute();
       const Region sum = last ? w.output(shard, c) : w.scratch(shard, c);
-      std::vector<Region> terms = {w.input(shard, c)};
+      std::vector<Region> terms = {w.source(shard, c)};
       // Where the sum is a Reduce of its own, the GEMM need not wait for what the neighbour sends.
       if (multiplies(spec) && !accumulate) {
         const Region product = spec.world == 1 ? sum : w.scratch(shard, c);
@@ -100,7 +100,8 @@ Plan scatter_ring(const Spec& spec, int rank) {
       }
       if (last) continue;
       const Region& part = terms[0];
-      if (part.buffer != Buffer::Input) w.wait(kSend, w.record(compute));
+      const bool computed = step > 0 || multiplies(spec);
+      if (computed) w.wait(kSend, w.record(compute));
       sent[c] = w.put(part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
     }
   }

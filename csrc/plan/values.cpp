@@ -47,6 +47,7 @@ class Evaluation {
     for (const int id : order) {
       const Node& node = g_.nodes[id];
       if (node.type == Node::Type::Begin) begin(node);
+      if (node.type == Node::Type::Issued) issued(node);
       if (node.type == Node::Type::Op && node.op->is_data()) compute(id, *node.op);
       if (node.type == Node::Type::End) end(node);
     }
@@ -59,14 +60,24 @@ class Evaluation {
   void wrong(std::string message) { report_.add(FaultKind::WrongValue, std::move(message)); }
 
   void begin(const Node& node) {
-    const Spec& spec = spec_of(node);
-    for (int shard = 0; shard < spec.world; ++shard) {
-      if (gathers(spec) && shard != node.rank) continue;
-      for (int chunk = 0; chunk < spec.chunks; ++chunk) {
-        Value& value = at(node, {Buffer::Input, node.rank, shard, chunk});
-        value.written = true;
-        value.terms = {term(false, node.rank, shard, chunk)};
-      }
+    for_each_chunk(node, Buffer::Input, [&](const Region& region) {
+      Value& value = at(node, region);
+      value.written = true;
+      value.terms = {term(false, node.rank, region.shard, region.chunk)};
+    });
+  }
+
+  // Where the input is copied, the caller has other data in it from here on.
+  void issued(const Node& node) {
+    if (!spec_of(node).copy_input) return;
+    for_each_chunk(node, Buffer::Input, [&](const Region& region) { at(node, region) = Value{}; });
+  }
+
+  template <class Visit>
+  void for_each_chunk(const Node& node, Buffer buffer, Visit visit) const {
+    const Shards shards = shards_of(spec_of(node), buffer, node.rank);
+    for (int shard = shards.first; shard < shards.last; ++shard) {
+      for (int chunk = 0; chunk < spec_of(node).chunks; ++chunk) visit(Region{buffer, node.rank, shard, chunk});
     }
   }
 
@@ -117,21 +128,17 @@ class Evaluation {
     const Spec& spec = spec_of(node);
     const bool product = multiplies(spec);
     std::vector<Term> expected;
-    for (int shard = 0; shard < spec.world; ++shard) {
-      if (!gathers(spec) && shard != node.rank) continue;
-      for (int chunk = 0; chunk < spec.chunks; ++chunk) {
-        expected.clear();
-        if (gathers(spec)) {
-          expected.push_back(term(product, shard, shard, chunk));
-        } else {
-          for (int rank = 0; rank < spec.world; ++rank) expected.push_back(term(product, rank, shard, chunk));
-        }
-        compare(node, {Buffer::Output, node.rank, shard, chunk}, expected, product ? 1 : 0);
-        if (!spec.keep_gathered) continue;
-        expected = {term(false, shard, shard, chunk)};
-        compare(node, {Buffer::Gathered, node.rank, shard, chunk}, expected, 0);
+    for_each_chunk(node, Buffer::Output, [&](const Region& region) {
+      expected.clear();
+      for (int rank = 0; rank < spec.world; ++rank) {
+        if (!gathers(spec) || rank == region.shard) expected.push_back(term(product, rank, region.shard, region.chunk));
       }
-    }
+      compare(node, region, expected, product ? 1 : 0);
+    });
+    if (!spec.keep_gathered) return;
+    for_each_chunk(node, Buffer::Gathered, [&](const Region& region) {
+      compare(node, region, {term(false, region.shard, region.shard, region.chunk)}, 0);
+    });
   }
 
   void compare(const Node& node, const Region& region, const std::vector<Term>& expected, int biases) {

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "builders.h"
+
 namespace streamoverlap::plan {
 
 Writer::Writer(const Spec& spec, int rank) {
@@ -9,6 +11,7 @@ Writer::Writer(const Spec& spec, int rank) {
   plan_.rank = rank;
   fresh_.fill(-1);
   started_[kMain] = true;
+  if (spec.copy_input) copy_input();
   begin_ = record(kMain);
 }
 
@@ -23,6 +26,19 @@ Op& Writer::emit(Kind kind, Stream stream) {
   plan_.ops.push_back(std::move(op));
   fresh_[stream] = -1;
   return plan_.ops.back();
+}
+
+Region Writer::source(int shard, int chunk) const {
+  const Buffer buffer = plan_.spec.copy_input ? copy_of_input(plan_.spec) : Buffer::Input;
+  return {buffer, rank(), shard, chunk};
+}
+
+// On main, so that it waits for nothing of this exchange or of earlier ones.
+void Writer::copy_input() {
+  const Shards shards = shards_of(plan_.spec, Buffer::Input, rank());
+  for (int shard = shards.first; shard < shards.last; ++shard) {
+    for (int chunk = 0; chunk < plan_.spec.chunks; ++chunk) copy(input(shard, chunk), source(shard, chunk), kMain);
+  }
 }
 
 Stream Writer::next_compute() { return kCompute + computes_++ % plan_.spec.compute_streams; }
@@ -40,8 +56,8 @@ void Writer::reduce(Stream stream, std::vector<Region> terms, const Region& sum)
   op.writes = {sum};
 }
 
-void Writer::copy(const Region& from, const Region& to) {
-  Op& op = emit(Kind::Copy, kSend);
+void Writer::copy(const Region& from, const Region& to, Stream stream) {
+  Op& op = emit(Kind::Copy, stream);
   op.reads = {from};
   op.writes = {to};
 }
@@ -87,6 +103,7 @@ void Writer::return_credits() {
 }
 
 Plan Writer::join() {
+  if (plan_.spec.copy_input) wait(kMain, begin_);  // the join may be done on another stream than the copy was
   for (Stream stream = kSend; stream < kMaxStreams; ++stream) {
     if (started_[stream]) wait(kMain, record(stream));
   }

@@ -1,4 +1,5 @@
-// What the builders write with: appends ops in issue order, starts every stream after main and joins it at the end.
+// What the builders write with: copies the input first if the plan does, appends ops in issue order, starts every
+// stream after main and joins it at the end.
 #pragma once
 
 #include <array>
@@ -24,11 +25,14 @@ class Writer {
   Region slot(int shard, int chunk) const { return {Buffer::Slot, rank(), shard, chunk}; }
   static Region slot_of(int rank, int shard, int chunk) { return {Buffer::Slot, rank, shard, chunk}; }
 
+  // The input as it is to be read: where it was copied to, if the plan copies it.
+  Region source(int shard, int chunk) const;
+
   Stream next_compute();  // round robin
 
   void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
-  void copy(const Region& from, const Region& to);
+  void copy(const Region& from, const Region& to, Stream stream = kSend);
 
   // Put on the send stream and set the receiver's flag `index`. The event is reached once the flag is set.
   int put(const Region& from, const Region& to, int index);
@@ -44,6 +48,7 @@ class Writer {
   Plan join();
 
  private:
+  void copy_input();
   Op& emit(Kind, Stream);
 
   Plan plan_;

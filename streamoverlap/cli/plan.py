@@ -20,11 +20,13 @@ _PURPOSE = {
     "gemm_reduce_scatter": "x W^T is summed over ranks, each gets its rows: x [M, K_local] -> y [M/W, N]",
     "all_gather": "x of every rank is gathered: x [M/W, ...] -> y [M, ...]",
     "reduce_scatter": "x is summed over ranks, each gets its rows: x [M, ...] -> y [M/W, ...]",
+    "all_reduce": "x is summed over ranks, each gets all rows: x [M, ...] -> y [M, ...]",
 }
 
 _LEGEND = (
     "buffer@rank[shard.chunk] is a region; full(s->r, i) says that data of rank s has arrived at rank r; "
-    "empty(s->r) is the credit: rank s may write to the slot of rank r."
+    "empty(s->r) is the credit: rank s may write to the slot of rank r. What main waits for in the join is left to "
+    "wait() of an async call."
 )
 
 
@@ -46,6 +48,9 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--reduce", choices=("accumulate", "sum"), default="accumulate", help="how partials are summed")
     parser.add_argument("--keep-gathered", action="store_true", help="all_gather_gemm: also hand out the gathered x")
+    parser.add_argument(
+        "--copy-input", action="store_true", help="plain collectives: copy x first, so that the caller may write it"
+    )
     parser.add_argument("--unpruned", action="store_true", help="with the waits that the checker finds needless")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=run)
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             compute_streams=args.compute_streams,
             reduce=args.reduce,
             keep_gathered=args.keep_gathered,
+            copy_input=args.copy_input,
             pruned=not args.unpruned,
         )
     except ValueError as error:
@@ -111,10 +117,12 @@ def _as_json(ranks: list[plans.Plan], rank: int, pruned: bool, faults: list[plan
             "chunks": spec.chunks,
             "compute_streams": spec.compute_streams,
             "keep_gathered": spec.keep_gathered,
+            "copy_input": spec.copy_input,
         },
         "rank": rank,
         "pruned": pruned,
         "events": ranks[rank].events,
+        "join_begin": ranks[rank].join_begin,
         "ops": [
             {"step": step, **_op_as_json(op)} for op, step in zip(ranks[rank].ops, steps(ranks)[rank], strict=True)
         ],

@@ -38,7 +38,7 @@ def _places(ranks: list[Plan], kind: str) -> dict[tuple, Place]:
 
 def list_of_ops(ranks: list[Plan], rank: int) -> Table:
     """One row an op, in issue order; the last column says which other op it orders itself with."""
-    ops = ranks[rank].ops
+    ops, join_begin = ranks[rank].ops, ranks[rank].join_begin
     notified, awaited = _places(ranks, "notify"), _places(ranks, "await")
     recorded: dict[int, int] = {}
     waited: dict[int, list[int]] = defaultdict(list)
@@ -48,10 +48,11 @@ def list_of_ops(ranks: list[Plan], rank: int) -> Table:
         elif op.kind == "wait":
             waited[op.event].append(index)
 
-    def order(op: Op) -> str:
+    def order(index: int, op: Op) -> str:
         if op.kind == "wait":
             source = recorded.get(op.event)
-            return "never recorded" if source is None else f"after #{source} on {ops[source].stream}"
+            joins = " (join)" if op.stream == "main" and index >= join_begin else ""
+            return "never recorded" if source is None else f"after #{source} on {ops[source].stream}{joins}"
         if op.kind == "record":
             return "before " + ", ".join(f"#{index} on {ops[index].stream}" for index in waited[op.event])
         if op.kind == "await":
@@ -67,7 +68,7 @@ def list_of_ops(ranks: list[Plan], rank: int) -> Table:
     table = make_table("#", "stream", "op", "does", "order", right=("#",))
     for index, op in enumerate(ops):
         does = str(op)[len(op.kind) :].strip()
-        table.add_row(str(index), op.stream, op.kind, does, order(op), style=_STYLES.get(op.kind))
+        table.add_row(str(index), op.stream, op.kind, does, order(index, op), style=_STYLES.get(op.kind))
     return table
 
 

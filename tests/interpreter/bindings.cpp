@@ -1,6 +1,6 @@
 // streamoverlap._interpreter: plans travel as plain tuples, so no type crosses from streamoverlap._C.
 //
-//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered)
+//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input)
 //   plan   = (*spec, rank, events, [op, ...])
 //   op     = (kind, stream, [region, ...] read, [region, ...] written, bias, flag, event)
 //   region = (buffer, rank, shard, chunk)
@@ -37,13 +37,14 @@ void expect_fields(const char* what, const py::tuple& tuple, std::size_t count) 
 
 plan::Spec to_spec(const py::tuple& t) {
   plan::Spec spec;
-  spec.operation = enumerator<plan::Operation>("operation", t[0], 4);
+  spec.operation = enumerator<plan::Operation>("operation", t[0], 5);
   spec.algorithm = enumerator<plan::Algorithm>("algorithm", t[1], 2);
   spec.reduction = enumerator<plan::Reduction>("reduction", t[2], 2);
   spec.world = t[3].cast<int>();
   spec.chunks = t[4].cast<int>();
   spec.compute_streams = t[5].cast<int>();
   spec.keep_gathered = t[6].cast<bool>();
+  spec.copy_input = t[7].cast<bool>();
   return spec;
 }
 
@@ -75,12 +76,12 @@ plan::Op to_op(const py::tuple& t) {
 }
 
 plan::Plan to_plan(const py::tuple& t) {
-  expect_fields("plan", t, 10);
+  expect_fields("plan", t, 11);
   plan::Plan plan;
   plan.spec = to_spec(t);
-  plan.rank = t[7].cast<int>();
-  plan.events = t[8].cast<int>();
-  for (const py::handle op : t[9]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
+  plan.rank = t[8].cast<int>();
+  plan.events = t[9].cast<int>();
+  for (const py::handle op : t[10]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
   return plan;
 }
 
@@ -102,7 +103,7 @@ std::vector<std::string> interpret_tuples(const std::vector<std::vector<py::tupl
 }
 
 py::dict mutate_tuple(const py::tuple& spec_tuple, bool prune, std::size_t max_states, std::uint64_t seed) {
-  expect_fields("spec", spec_tuple, 7);
+  expect_fields("spec", spec_tuple, 8);
   const plan::Spec spec = to_spec(spec_tuple);
   Campaign c;
   {

@@ -6,6 +6,8 @@
 // each run while the other is held could run at the same time; the run that holds both shows it. Where two chains do
 // compete, some run shows both at the same flag, and `delayed` stays false. The exhaustive search confirms all of this
 // where it is affordable (test_interpreter.py).
+//
+// These runs also say what waits for the caller: while the join is held, every other step of the call must run.
 #include "search.h"
 
 namespace streamoverlap::interpreter {
@@ -38,6 +40,20 @@ class Delay {
     return std::nullopt;
   }
 
+  // What should have run while the join was held.
+  std::optional<std::string> held_up(const State& state, int held) const {
+    const Word* s = state.data();
+    const Step& by = program_.steps[held];
+    if (by.type != Step::Type::Join || !machine_.at_head(s, held)) return std::nullopt;
+    for (std::size_t other = 0; other < program_.steps.size(); ++other) {
+      const Step& step = program_.steps[other];
+      if (step.chain == by.chain || step.call > by.call || machine_.done(s, static_cast<int>(other))) continue;
+      return "the exchange is held up: " + program_.describe(static_cast<int>(other)) + " waits for " +
+             program_.describe(held);
+    }
+    return std::nullopt;
+  }
+
  private:
   void note_rivals(const Word* s, int step) {
     for (const int rival : program_.steps[step].rivals) competed_ |= machine_.at_head(s, rival);
@@ -59,7 +75,8 @@ void delays(const Program& program, const Limits& limits, Report& report) {
   for (int held = -1; held < steps; ++held) {
     if (held >= 0 && program.steps[held].passes()) continue;
     State state = first;
-    const auto broken = delay.run(state, held, -1);
+    auto broken = delay.run(state, held, -1);
+    if (!broken && held >= 0) broken = delay.held_up(state, held);
     if (broken && !add(report, limits, *broken)) return;
     if (held >= 0) without[held] = std::move(state);
   }

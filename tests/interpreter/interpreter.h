@@ -3,12 +3,15 @@
 //
 // The model. A region holds a symbolic value (values.h). A step is one op; Begin and End of a call are steps of main:
 // at Begin the caller has just written the input and allocated the results, at End it reads the results and may
-// overwrite the input. Main goes on from call to call; every other stream of a call is ordered by its Waits alone.
+// overwrite the input. In between, where main's part of the issue ends, is its own work: the step Issued, which may
+// overwrite an input that was copied. Main goes on from call to call; every other stream of a call, and its join with
+// End, is ordered by its Waits alone.
 // Ranks are not synchronised between calls. Slot and scratch are raw memory: whatever two calls have there overlaps.
 //
 // Reported as broken: two conflicting accesses at one time (torn), an unwritten read, a wrong value at End, an access
 // to the slot or scratch before those of an earlier call are over, a flag set while it is set, flags not back in
-// their first state, a Wait on an event not yet recorded, an op not over when main ends the call, and deadlocks with
+// their first state, a Wait on an event not yet recorded, an op not over when main ends the call, an exchange
+// that waits for the caller to join (delays.cpp), and deadlocks with
 //   streams independent,
 //   each rank's streams folded into one queue in issue order,
 //   each rank's ops in any topological order of its own edges (a CUDA graph): see topological.cpp.

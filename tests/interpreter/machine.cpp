@@ -32,7 +32,7 @@ Value Machine::expected(const plan::Spec& spec, int call, const plan::Region& re
   if (spec.operation == Operation::AllGather || spec.operation == Operation::AllGatherGemm) {
     terms = {values_.raw(call, shard, shard, chunk)};
   } else {
-    for (int j = 0; j < spec.world; ++j) terms.push_back(values_.raw(call, j, rank, chunk));
+    for (int j = 0; j < spec.world; ++j) terms.push_back(values_.raw(call, j, shard, chunk));
   }
   if (buffer == Buffer::Gathered || !multiplies) return values_.sum(terms);
   Value sum = kUnwritten;
@@ -75,6 +75,9 @@ std::optional<std::string> Machine::execute(Word* s, int id) {
     case Type::Begin:
       broken = begin(s + values_at_, step);
       break;
+    case Type::Issued:
+      overwrite(s + values_at_, step);
+      break;
     case Type::End:
       broken = end(s, id);
       break;
@@ -90,6 +93,7 @@ std::optional<std::string> Machine::execute(Word* s, int id) {
       break;
     case Type::Record:
     case Type::Wait:
+    case Type::Join:
       break;
   }
   if (broken) return broken;
@@ -106,6 +110,10 @@ std::optional<std::string> Machine::begin(Word* values, const Step& step) {
         region.buffer == Buffer::Input ? values_.raw(step.call, region.rank, region.shard, region.chunk) : kUnwritten;
   }
   return std::nullopt;
+}
+
+void Machine::overwrite(Word* values, const Step& step) {
+  for (const int place : step.writes) values[place] = kUnwritten;
 }
 
 std::optional<std::string> Machine::end(const Word* s, int id) {

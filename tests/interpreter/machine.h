@@ -31,7 +31,7 @@ class Machine {
   bool enabled(const Word* s, int step) const {  // of a step at the head of its chain
     const Step& st = program_.steps[step];
     if (st.type == Step::Type::Await) return s[flags_at_ + st.flag] != 0;
-    return st.type != Step::Type::Wait || done(s, st.record);
+    return st.record < 0 || done(s, st.record);
   }
 
   // Executes an enabled step. Returns what it breaks; the state is then meaningless.
@@ -45,6 +45,7 @@ class Machine {
 
  private:
   std::optional<std::string> begin(Word* values, const Step&);
+  void overwrite(Word* values, const Step&);
   std::optional<std::string> end(const Word* s, int step);
   std::optional<std::string> data(Word* values, int step);
   Value expected(const plan::Spec&, int call, const plan::Region&);

@@ -17,13 +17,27 @@ bool gathers(const plan::Spec& spec) {
 
 // The regions of a buffer that belong to the caller.
 std::vector<Region> caller_regions(const plan::Spec& spec, Buffer buffer, int rank) {
-  const bool all_shards = gathers(spec) != (buffer == Buffer::Input);
+  const bool all_shards = spec.operation == Operation::AllReduce || gathers(spec) != (buffer == Buffer::Input);
   std::vector<Region> regions;
   for (int shard = 0; shard < spec.world; ++shard) {
     if (!all_shards && shard != rank) continue;
     for (int chunk = 0; chunk < spec.chunks; ++chunk) regions.push_back({buffer, rank, shard, chunk});
   }
   return regions;
+}
+
+// The join of a call, as a stream.
+constexpr plan::Stream kJoin = plan::kMaxStreams;
+
+// The start of the join can be told from the rest of it only where it does what others could wait for.
+bool has_join(const plan::Plan& plan) {
+  bool joins = false, works = false;
+  for (const plan::Op& op : plan.ops) {
+    if (op.stream != plan::kMain) continue;
+    joins |= op.kind == Kind::Wait;
+    works |= joins && op.kind != Kind::Wait;
+  }
+  return works;
 }
 
 std::string malformed(const plan::Op& op, int rank, int world, int events) {
@@ -66,15 +80,22 @@ class Program::Builder {
       const plan::Plan& plan = p_.calls[call][rank];
       begin(call, plan, chain(call, plan::kMain));
       std::map<int, int> records;
+      bool joined = false;  // main has come to its first Wait
+      bool starts_join = has_join(plan);
       for (const plan::Op& op : plan.ops) {
         const std::string what = malformed(op, rank, p_.world, plan.events);
         if (!what.empty()) {
           p_.faults.push_back("malformed: rank " + std::to_string(rank) + " [" + plan::to_string(op) + "]: " + what);
           continue;
         }
-        add_op(call, rank, op, chain(call, op.stream), records);
+        joined |= op.stream == plan::kMain && op.kind == Kind::Wait;
+        const bool joins = op.stream == plan::kMain && joined;
+        if (joins && starts_join) add(Step::Type::Join, call, rank, chain(call, kJoin));
+        starts_join &= !joins;
+        add_op(call, rank, op, chain(call, joins ? kJoin : op.stream), records);
       }
-      end(call, plan, chain(call, plan::kMain));
+      if (plan.spec.copy_input) issued(call, plan, chain(call, plan::kMain));
+      end(call, plan, chain(call, kJoin));
     }
     p_.chains_of.emplace_back(first, static_cast<int>(p_.chains.size()));
   }
@@ -91,7 +112,8 @@ class Program::Builder {
     for (const auto& list : accesses) {
       for (const auto& [a, a_writes] : list) {
         for (const auto& [b, b_writes] : list) {
-          if (a != b && (a_writes || b_writes)) p_.conflicts_[a * n + b] = true;
+          const bool both_callers = p_.steps[a].op == nullptr && p_.steps[b].op == nullptr;
+          if (a != b && (a_writes || b_writes) && !both_callers) p_.conflicts_[a * n + b] = true;
         }
       }
     }
@@ -138,12 +160,21 @@ class Program::Builder {
     std::vector<int> writes = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
     const std::vector<int> garbage = results(call, plan);
     writes.insert(writes.end(), garbage.begin(), garbage.end());
-    add(Step::Type::Begin, call, plan.rank, chain).writes = std::move(writes);
-    last_.assign(p_.chains.size() + plan::kMaxStreams, -1);
+    Step& step = add(Step::Type::Begin, call, plan.rank, chain);
+    step.writes = std::move(writes);
+    if (call > 0) step.record = ended_;
+    last_.assign(p_.chains.size() + plan::kMaxStreams + 1, -1);
+  }
+
+  // The input was copied: the caller may overwrite it.
+  void issued(int call, const plan::Plan& plan, int chain) {
+    Step& step = add(Step::Type::Issued, call, plan.rank, chain);
+    step.writes = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
   }
 
   // The caller reads the results and may overwrite the input.
   void end(int call, const plan::Plan& plan, int chain) {
+    ended_ = static_cast<int>(p_.steps.size());
     Step& step = add(Step::Type::End, call, plan.rank, chain);
     step.reads = results(call, plan);
     step.writes = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
@@ -213,6 +244,7 @@ class Program::Builder {
   std::map<Place, int> places_;
   std::map<plan::Flag, int> flags_;
   std::vector<int> last_;  // per chain, of the call being added
+  int ended_ = -1;         // the End of the call added last
 };
 
 Program::Program(const Calls& all, Queues queues) : calls(all) {
@@ -237,6 +269,8 @@ std::string Program::describe(int s) const {
   const Step& step = steps[s];
   std::string text = "rank " + std::to_string(step.rank);
   if (calls.size() > 1) text += " call " + std::to_string(step.call);
+  if (step.type == Step::Type::Issued) return text + " main [the caller's work after the issue]";
+  if (step.type == Step::Type::Join) return text + " main [the caller joins]";
   if (step.op == nullptr)
     return text + " main [" + (step.type == Step::Type::Begin ? "begin" : "end") + " of the call]";
   return text + " " + plan::name(step.op->stream) + " [" + plan::to_string(*step.op) + "]";

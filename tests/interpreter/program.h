@@ -18,21 +18,21 @@ enum class Queues {
 };
 
 struct Step {
-  enum class Type : std::uint8_t { Begin, Data, Notify, Await, Record, Wait, End };
+  enum class Type : std::uint8_t { Begin, Data, Notify, Await, Record, Wait, Issued, Join, End };
   Type type = Type::Data;
   int call = 0, rank = 0;
   int chain = 0, index = 0;      // where it stands
-  const plan::Op* op = nullptr;  // none for Begin and End
+  const plan::Op* op = nullptr;  // none for what the caller does
   std::vector<int> reads, writes;
   int flag = -1;
-  int record = -1;           // Wait: the step it waits for
+  int record = -1;           // Wait: the step it waits for; Begin: the End of the call before
   std::vector<int> earlier;  // steps of earlier calls that must be over: they touch the same raw memory
   std::vector<int> joins;    // End: the last step of each chain of this call and rank
   std::vector<int> rivals;   // Await: awaits of the same flag in other chains
 
   // Steps that are over as soon as they can be; see interpreter.h.
   bool passes() const { return type == Type::Record || type == Type::Wait; }
-  bool touches() const { return type == Type::Data || type == Type::Begin || type == Type::End; }
+  bool touches() const { return !reads.empty() || !writes.empty(); }
 };
 
 struct Place {
@@ -43,7 +43,8 @@ struct Place {
 };
 
 // A chain is a queue that runs in order. Main goes on over all calls; every other stream is a chain of its own in
-// each call, ordered after main by its Waits alone.
+// each call, ordered after main by its Waits alone. So is the join of each call, which may be done on any stream: an
+// executor starts a slot's next call after it.
 struct Program {
   Program(const Calls&, Queues);
 

@@ -79,9 +79,12 @@ Problem::Problem(const Case& test, const plan::Plan& plan)
       gathers_(test.spec.operation == Operation::AllGatherGemm || test.spec.operation == Operation::AllGather),
       multiplies_(test.spec.operation == Operation::AllGatherGemm ||
                   test.spec.operation == Operation::GemmReduceScatter),
+      reduces_all_(test.spec.operation == Operation::AllReduce),
+      all_rows_(test.spec.world * test.rows - test.missing_rows),
       input_(input(rank_)),
-      output_((gathers_ ? test.spec.world : 1) * test.rows * (multiplies_ ? kN : kK), -1),
-      gathered_(test.spec.keep_gathered ? test.spec.world * test.rows * kK : 0, -1),
+      output_((gathers_ || reduces_all_ ? all_rows_ : test.rows) * (multiplies_ ? kN : kK), -1),
+      gathered_(test.spec.keep_gathered ? all_rows_ * kK : 0, -1),
+      copied_(test.spec.copy_input ? all_rows_ * kK : 0, -1),
       compute_(std::make_shared<Loops>(rank_)) {
   const auto set = [this](Buffer buffer, std::vector<int>* data, int columns, bool all_shards) {
     View& view = call_.views[static_cast<int>(buffer)];
@@ -92,16 +95,18 @@ Problem::Problem(const Case& test, const plan::Plan& plan)
   const int out = multiplies_ ? kN : kK;
   call_.plan = &plan;
   call_.shard_rows = test.rows;
-  call_.signature = signature(test.spec, {test.rows, kK, kN});
+  call_.missing_rows = test.missing_rows;
+  call_.signature = signature(test.spec, {test.rows, test.missing_rows, kK, kN});
   set(Buffer::Input, &input_, kK, !gathers_);
-  set(Buffer::Output, &output_, out, gathers_);
+  set(Buffer::Output, &output_, out, gathers_ || reduces_all_);
   set(Buffer::Gathered, &gathered_, kK, true);
+  set(Buffer::Copied, &copied_, kK, true);
   set(Buffer::Slot, nullptr, gathers_ ? kK : out, false);
-  set(Buffer::Scratch, nullptr, gathers_ ? 0 : out, false);
+  set(Buffer::Scratch, nullptr, gathers_ || reduces_all_ ? 0 : out, false);
 }
 
 std::vector<int> Problem::input(int rank) const {
-  std::vector<int> x((gathers_ ? 1 : test_.spec.world) * test_.rows * kK);
+  std::vector<int> x((gathers_ ? test_.rows : all_rows_) * kK);
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = int((i * 13 + rank * 29 + test_.seed * 31) % 97) - 48;
   return x;
 }
@@ -122,8 +127,8 @@ std::vector<int> Problem::expected() const {
   } else {
     for (int rank = 0; rank < test_.spec.world; ++rank) {
       const std::vector<int> all = input(rank);
-      const auto shard = all.begin() + rank_ * test_.rows * kK;
-      const std::vector<int> x(shard, shard + test_.rows * kK);
+      const auto first = reduces_all_ ? all.begin() : all.begin() + rank_ * test_.rows * kK;
+      const std::vector<int> x(first, reduces_all_ ? all.end() : first + test_.rows * kK);
       const std::vector<int> part = multiplies_ ? multiply(x, rank) : x;
       result.resize(part.size());
       std::transform(part.begin(), part.end(), result.begin(), result.begin(), std::plus<int>());
@@ -135,7 +140,8 @@ std::vector<int> Problem::expected() const {
 
 void Problem::verify() const {
   const std::string where = to_string(test_.spec) + ", rank " + std::to_string(rank_) + ", " +
-                            std::to_string(test_.rows) + " rows, data " + std::to_string(test_.seed);
+                            std::to_string(test_.rows) + " rows a shard, " + std::to_string(test_.missing_rows) +
+                            " missing, data " + std::to_string(test_.seed);
   if (output_ != expected()) throw std::runtime_error("wrong output of " + where);
   if (test_.spec.keep_gathered && gathered_ != gathered()) throw std::runtime_error("wrong gathered input of " + where);
 }
@@ -145,16 +151,25 @@ void Problem::overwrite_input() { std::fill(input_.begin(), input_.end(), 0x5a5a
 std::vector<Case> all_cases(int world, int seed) {
   std::mt19937 random(seed);
   std::vector<Case> cases;
-  for (const Operation operation :
-       {Operation::AllGatherGemm, Operation::GemmReduceScatter, Operation::AllGather, Operation::ReduceScatter}) {
+  const auto add = [&](plan::Spec spec) {
+    Case test{spec, std::int64_t(random() % (kMaxRows + 1)), int(random() % 1000)};
+    // Rows that ranks cannot share equally: of the last shard, or of more where there are fewer rows than ranks.
+    if (spec.operation == Operation::AllReduce && test.rows > 0) {
+      const std::int64_t all = (test.rows - 1) * world + 1 + std::int64_t(random() % world);
+      test.missing_rows = test.rows * world - all;
+    }
+    cases.push_back(test);
+  };
+  for (const Operation operation : {Operation::AllGatherGemm, Operation::GemmReduceScatter, Operation::AllGather,
+                                    Operation::ReduceScatter, Operation::AllReduce}) {
+    const bool plain = operation != Operation::AllGatherGemm && operation != Operation::GemmReduceScatter;
     for (const Algorithm algorithm : {Algorithm::Ring, Algorithm::Direct}) {
       for (const Reduction reduction : {Reduction::Accumulate, Reduction::Sum}) {
-        for (const bool keep_gathered : {false, true}) {
-          if (keep_gathered && operation != Operation::AllGatherGemm) continue;
+        for (const bool option : {false, true}) {
+          if (option && operation == Operation::GemmReduceScatter) continue;
           for (int chunks = 1; chunks <= 3; ++chunks) {
             for (int streams = 1; streams <= plan::kMaxComputeStreams; ++streams) {
-              const plan::Spec spec{operation, algorithm, reduction, world, chunks, streams, keep_gathered};
-              cases.push_back({spec, std::int64_t(random() % (kMaxRows + 1)), int(random() % 1000)});
+              add({operation, algorithm, reduction, world, chunks, streams, option && !plain, option && plain});
             }
           }
         }
@@ -191,6 +206,7 @@ void run_cases(host::Executor& executor, const host::StreamSet& streams, int ran
   for (const Case& test : cases) {
     auto problem = std::make_unique<Problem>(test, plans.at(test.spec)[rank]);
     auto pending = executor.issue(problem->call(), problem->compute(), streams);
+    if (test.spec.copy_input) problem->overwrite_input();
     calls.push_back({std::move(problem), std::move(pending)});
     if (static_cast<int>(calls.size()) >= in_flight) finish_first();
   }

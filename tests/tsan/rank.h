@@ -16,6 +16,7 @@ struct Case {
   plan::Spec spec;
   std::int64_t rows = 0;  // of a shard
   int seed = 0;           // of the data
+  std::int64_t missing_rows = 0;
 };
 
 constexpr int kK = 5;
@@ -39,8 +40,9 @@ class Problem {
 
   Case test_;
   int rank_;
-  bool gathers_, multiplies_;
-  std::vector<int> input_, output_, gathered_;
+  bool gathers_, multiplies_, reduces_all_;
+  std::int64_t all_rows_;  // of all shards
+  std::vector<int> input_, output_, gathered_, copied_;
   std::shared_ptr<host::Compute> compute_;
   Call call_;
 };
@@ -49,7 +51,7 @@ class Problem {
 std::vector<Case> all_cases(int world, int seed);
 
 // Bytes of a slot that any case fits in.
-constexpr std::int64_t slot_bytes(int world) { return kMaxRows * kK * sizeof(int) * world; }
+constexpr std::int64_t slot_bytes(int world) { return kMaxRows * kK * sizeof(int) * 2 * world; }
 
 // The pruned plans of all ranks, for every Spec in `cases`. Made before the ranks start: a cache with a lock would
 // order what the plans must order.
