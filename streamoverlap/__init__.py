@@ -8,7 +8,7 @@
 from streamoverlap._version import __version__
 from streamoverlap.communicator import Communicator
 from streamoverlap.errors import CommunicatorError, MismatchError, PeerTimeoutError
-from streamoverlap.ops import all_gather, all_gather_gemm, gemm_reduce_scatter, prepare, reduce_scatter
+from streamoverlap.ops import all_gather, all_gather_gemm, all_reduce, gemm_reduce_scatter, prepare, reduce_scatter
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, use_streams
 from streamoverlap.work import Work
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_gather_gemm",
+    "all_reduce",
     "gemm_reduce_scatter",
     "prepare",
     "reduce_scatter",

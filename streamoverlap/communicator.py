@@ -162,18 +162,25 @@ class Communicator:
         return call.serial(start, self._collectives(), [x, weight, bias])
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
-        return self._exchange("all_gather", x, plan, options)
+        return self._exchange("all_gather", x, plan, **options)
 
     def reduce_scatter(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
-        return self._exchange("reduce_scatter", x, plan, options)
+        return self._exchange("reduce_scatter", x, plan, **options)
 
-    def _exchange(self, operation: str, x: Tensor, plan: PlanSpec | None, options: dict[str, Any]) -> Tensor | Work:
+    def all_reduce(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
+        return self._exchange("all_reduce", x, plan, **options)
+
+    def _exchange(
+        self, operation: str, x: Tensor, plan: PlanSpec | None, copy_input: bool = False, **options: Any
+    ) -> Tensor | Work:
         """A plain collective, which has the same name everywhere."""
         call = self._call(x, plan, **options)
         if call.overlapped:
-            spec = _spec(operation, call.plan, self.world)
+            spec = _spec(operation, call.plan, self.world, copy_input=copy_input)
             return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
         getattr(_C, f"validate_{operation}")(x, self.world)
+        if copy_input and call.async_op:
+            x = x.clone()
         return call.serial(partial(getattr(serial, operation), x), self._collectives(), [x])
 
     @property
@@ -376,9 +383,11 @@ def _allocate(
 
 
 @lru_cache(maxsize=1024)
-def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False) -> _C.Spec:
+def _spec(
+    operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False
+) -> _C.Spec:
     reduce = plan.reduce if operation == "gemm_reduce_scatter" else "accumulate"  # ignored, so no mismatch either
-    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, keep_gathered)
+    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, keep_gathered, copy_input)
 
 
 @atexit.register

@@ -122,6 +122,7 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     *,
     plan: PlanSpec | None = None,
+    copy_input: bool = False,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
     streams: StreamSet | None = None,
@@ -130,6 +131,9 @@ def all_gather(
 
     Args:
         x: at least one dimension, the same shape on every rank; float32, float64, bfloat16 or float16.
+        copy_input: copy x first, in the order of the current stream (on the CPU before this returns), so that it may be
+            written at once, also with `async_op`. Equal on all ranks. Costs no memory but in a reduce-scatter, where it
+            is as large as x.
         group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -138,8 +142,7 @@ def all_gather(
     Raises:
         As `all_gather_gemm`.
     """
-    comm = Communicator.of(group, _device(x), lambda world: _C.validate_all_gather(x, world))
-    return comm.all_gather(x, plan, async_op=async_op, timeout=timeout, streams=streams)
+    return _exchange("all_gather", x, group, plan, copy_input, async_op, timeout, streams)
 
 
 def reduce_scatter(
@@ -147,6 +150,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     *,
     plan: PlanSpec | None = None,
+    copy_input: bool = False,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
     streams: StreamSet | None = None,
@@ -157,6 +161,7 @@ def reduce_scatter(
         x: at least one dimension, the same shape on every rank, dim 0 a multiple of the group's size; float32,
             float64, bfloat16 or float16. Low-precision sums are taken in float32 and rounded once (``"direct"``) or
             once a hop (``"ring"``).
+        copy_input: as in `all_gather`.
         group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -165,8 +170,42 @@ def reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    comm = Communicator.of(group, _device(x), lambda world: _C.validate_reduce_scatter(x, world))
-    return comm.reduce_scatter(x, plan, async_op=async_op, timeout=timeout, streams=streams)
+    return _exchange("reduce_scatter", x, group, plan, copy_input, async_op, timeout, streams)
+
+
+def all_reduce(
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    plan: PlanSpec | None = None,
+    copy_input: bool = False,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
+) -> Tensor | Work:
+    """Sums `x` over all ranks; every rank gets the whole sum, the same bit for bit. `x` stays as it is.
+
+    A reduce-scatter, then an all-gather of the sums, chunk by chunk in one plan (Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", JPDC 2009). Ranks share the work by rows, so that of a tensor
+    with fewer rows than ranks (a flat view has enough) some ranks sum nothing.
+
+    Args:
+        x: at least one dimension, the same shape on every rank; dim 0 need not be a multiple of the group's size.
+            float32, float64, bfloat16 or float16, summed as in `reduce_scatter`.
+        copy_input: as in `all_gather`.
+        group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
+
+    Returns:
+        A new tensor of the shape of x, the sum (never an average). With `async_op` a Work.
+
+    Raises:
+        As `all_gather_gemm`.
+
+    Example:
+        >>> works = [so.all_reduce(bucket, group, async_op=True) for bucket in gradients]
+        >>> sums = [work.wait() for work in works]
+    """
+    return _exchange("all_reduce", x, group, plan, copy_input, async_op, timeout, streams)
 
 
 def prepare(op: Callable, *args, **kwargs) -> None:
@@ -179,7 +218,7 @@ def prepare(op: Callable, *args, **kwargs) -> None:
     run in the same order on all ranks, as with NCCL.
 
     Args:
-        op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather` or `reduce_scatter`.
+        op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather`, `reduce_scatter` or `all_reduce`.
         *args, **kwargs: its arguments.
 
     Example:
@@ -187,10 +226,29 @@ def prepare(op: Callable, *args, **kwargs) -> None:
         >>> with torch.cuda.graph(graph):
         ...     y = so.all_gather_gemm(x, weight, group)
     """
-    if op not in (all_gather_gemm, gemm_reduce_scatter, all_gather, reduce_scatter):
+    if op not in (all_gather_gemm, gemm_reduce_scatter, all_gather, reduce_scatter, all_reduce):
         raise TypeError(f"op is {op!r}; expected one of this package's functions, such as all_gather_gemm")
     with preparing():
         op(*args, **kwargs)
+
+
+def _exchange(
+    operation: str,
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    plan: PlanSpec | None,
+    copy_input: bool,
+    async_op: bool,
+    timeout: float | timedelta | None,
+    streams: StreamSet | None,
+) -> Tensor | Work:
+    """A plain collective, which has the same name everywhere."""
+    device = _device(x)
+    if not isinstance(copy_input, bool):
+        raise TypeError(f"copy_input is a {type(copy_input).__name__}; expected a bool")
+    comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, world))
+    exchange = getattr(comm, operation)
+    return exchange(x, plan, copy_input=copy_input, async_op=async_op, timeout=timeout, streams=streams)
 
 
 def _expect_tensor(argument: str, value: object) -> None:

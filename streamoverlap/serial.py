@@ -22,6 +22,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _all_reduce_into(output: Tensor, x: Tensor, **options: Any) -> dist.Work:
+    return dist.all_reduce(output.copy_(x), **options)
+
+
 def _wait(work: dist.Work, timeout: float) -> None:
     """In a thread of its own: Gloo's wait ignores its timeout, and some of its works never say that they are done."""
     errors: list[BaseException] = []
@@ -86,6 +90,10 @@ def all_gather(x: Tensor, on: Collectives) -> Started:
 
 def reduce_scatter(x: Tensor, on: Collectives) -> Started:
     return on.start(_reduce_scatter_single, x.new_empty((x.shape[0] // on.group.size(), *x.shape[1:])), x)
+
+
+def all_reduce(x: Tensor, on: Collectives) -> Started:
+    return on.start(_all_reduce_into, torch.empty_like(x, memory_format=torch.contiguous_format), x)
 
 
 def all_gather_gemm(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], on: Collectives) -> Started:

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import streamoverlap as so
-from streamoverlap import plans
 
-OPERATIONS = tuple(name for name in plans.OPERATIONS if hasattr(so, name))  # a plan can be there before its op
+PLAIN = ("all_gather", "reduce_scatter", "all_reduce")
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 DTYPES = tuple(_EXACT)
@@ -38,6 +37,7 @@ class Case:
     bias: bool = False
     column_major: bool = False
     gathered: bool = False
+    copy_input: bool = False  # of the plain collectives; then x is overwritten as soon as the call has been made
     seed: int = 0
 
 
@@ -104,7 +104,11 @@ def call(
     case: Case, given: Inputs, on: ProcessGroup | so.Communicator | None, **options: Any
 ) -> list[Tensor] | so.Work:
     """Makes the call on a group, or on a communicator; the results in the order of `expected`, or a Work of them."""
+    if case.operation in PLAIN:
+        options["copy_input"] = case.copy_input
     found = (_call_communicator if isinstance(on, so.Communicator) else _call_group)(case, given, on, options)
+    if case.copy_input:
+        given.x.fill_(77)
     return found.with_result(_flat) if isinstance(found, so.Work) else _flat(found)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import subgroups
-from references import OPERATIONS, Case, verify
+from references import Case, verify
 
 import streamoverlap as so
+from streamoverlap.plans import OPERATIONS
 
 X = torch.ones(6, 4)  # 2 ranks divide its rows
 W = torch.ones(3, 4)
@@ -195,6 +196,32 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "is meta; expected cpu or cuda",
     ),
+    "scalar x, all-reduce": (
+        lambda: so.all_reduce(torch.tensor(1.0)),
+        ValueError,
+        "x is a scalar; expected at least 1 dimension",
+    ),
+    "integer x, all-reduce": (
+        lambda: so.all_reduce(X.long()),
+        TypeError,
+        "x has dtype torch.int64; expected float32, float64, ",
+    ),
+    "all-reduced x is no tensor": (lambda: so.all_reduce([1.0]), TypeError, "x is a list; expected a torch.Tensor"),
+    "all-reduced x that wants a gradient": (
+        lambda: so.all_reduce(wants_grad(X), async_op=True),
+        RuntimeError,
+        "x requires grad, but this function",
+    ),
+    "copy_input as text": (
+        lambda: so.all_gather(X, copy_input="yes"),
+        TypeError,
+        "copy_input is a str; expected a bool",
+    ),
+    "copy_input as a number": (
+        lambda: so.all_reduce(X, copy_input=1),
+        TypeError,
+        "copy_input is a int; expected a bool",
+    ),
     "x that wants a gradient": (
         lambda: so.all_gather(wants_grad(X)),
         RuntimeError,
@@ -255,6 +282,7 @@ def call_badly_in_serial(rank: int, world: int, group) -> None:
         "bias has shape [4]; expected [3]": lambda: scatter(bias=torch.ones(4), plan=serial),
         "x has dtype torch.int32; expected": lambda: so.all_gather(X.int(), plan=serial),
         "x.shape[0] is 5; expected a multiple": lambda: so.reduce_scatter(torch.ones(5, 4), plan=serial),
+        "x has dtype torch.int64; expected": lambda: so.all_reduce(X.long(), plan=serial),
     }
     for message, call in bad.items():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):

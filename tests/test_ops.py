@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import count, product
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import subgroups
-from references import DTYPES, OPERATIONS, Case, call, differences, expected, inputs, verify
+from references import DTYPES, PLAIN, Case, call, differences, expected, inputs, verify
 
 import streamoverlap as so
+from streamoverlap.plans import OPERATIONS
 
 WORLDS = (1, 2, 3, 4, 8)
 ROWS = (7, 1, 12, 0, 2)  # none that 5 divides; fewer than chunks; zero; one
@@ -40,6 +42,7 @@ def sweep(operation: str, world: int, dtype: torch.dtype) -> Iterator[Case]:
             bias=i % 2 == 0,
             column_major=i % 5 < 2,
             gathered=operation == "all_gather_gemm" and i % 7 < 3,
+            copy_input=operation in PLAIN and i % 2 == 0,
             seed=i,
         )
 
@@ -62,6 +65,10 @@ def test_every_plan_gives_the_exact_result(ranks, world: int, operation: str, dt
     assert ranks(world).run(run_all, cases) == [[]] * world
 
 
+def only_where_it_can_be(case: Case) -> Case:
+    return replace(case, copy_input=case.copy_input and case.operation in PLAIN)
+
+
 cases = st.builds(
     Case,
     operation=st.sampled_from(OPERATIONS),
@@ -79,8 +86,9 @@ cases = st.builds(
     n=st.integers(0, 9).map(lambda n: (n,)),
     bias=st.booleans(),
     column_major=st.booleans(),
+    copy_input=st.booleans(),
     seed=st.integers(0, 999),
-)
+).map(only_where_it_can_be)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -94,6 +102,41 @@ cases = st.builds(
 @given(drawn=st.lists(cases, min_size=1, max_size=6))
 def test_drawn_calls_give_the_exact_result(ranks, world: int, drawn: list[Case]) -> None:
     assert ranks(world).run(run_all, drawn) == [[]] * world
+
+
+def rounded_sums(rank: int, world: int, group) -> list[bytes]:
+    """Sums of what no order of adding leaves unrounded."""
+    source = torch.Generator().manual_seed(rank)
+    results = []
+    for algorithm, dtype, rows in product(("direct", "ring"), DTYPES, (1, 7, 64)):
+        x = torch.randn(rows, 33, generator=source).to(dtype)
+        y = so.all_reduce(x, group, plan=so.PlanSpec(algorithm, 2))
+        results.append(y.view(torch.uint8).numpy().tobytes())
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_ranks_get_the_same_sum_bit_for_bit(ranks, world: int) -> None:
+    first, *others = ranks(world).run(rounded_sums)
+    assert all(other == first for other in others)
+
+
+def odd_shapes(rank: int, world: int, group) -> None:
+    for shape in ((5,), (2, 3, 4), (3, 0), (0,), (1, 1)):
+        for plan in (None, so.PlanSpec("ring", 3), so.PlanSpec("serial")):
+            x = torch.full(shape, float(rank + 1))
+            y = so.all_reduce(x, group, plan=plan)
+            assert torch.equal(y, torch.full(shape, world * (world + 1) / 2))
+            assert torch.equal(x, torch.full(shape, float(rank + 1))), "x is the caller's"
+            wide = torch.full((6, 8), 99.0)
+            wide[::2, ::3] = rank
+            y = so.all_reduce(wide[::2, ::3], group, plan=plan, copy_input=True)
+            assert torch.equal(y, torch.full((3, 3), world * (world - 1) / 2))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_all_reduce_takes_any_shape(ranks, world: int) -> None:
+    ranks(world).run(odd_shapes)
 
 
 def test_the_comparison_sees_a_single_wrong_element() -> None:

@@ -12,9 +12,10 @@ from itertools import pairwise, product
 import pytest
 import torch.distributed as dist
 from ranks import subgroups
-from references import DTYPES, OPERATIONS, Case, verify
+from references import DTYPES, PLAIN, Case, verify
 
 import streamoverlap as so
+from streamoverlap.plans import OPERATIONS
 
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 
@@ -43,6 +44,7 @@ def mixed_calls(count: int, seed: int, algorithms: Iterable[str] = ("direct", "r
                 bias=draw.random() < 0.5,
                 column_major=draw.random() < 0.5,
                 gathered=operation == "all_gather_gemm" and not large and draw.random() < 0.3,
+                copy_input=operation in PLAIN and not large and draw.random() < 0.5,
                 seed=1000 * seed + i,
             )
         )

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool, subgroups
-from references import DTYPES, Case, call, differences, expected, inputs
+from references import DTYPES, PLAIN, Case, call, differences, expected, inputs
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -64,6 +64,7 @@ def steps(seed: int) -> list[Step]:
             bias=draw.random() < 0.5,
             column_major=draw.random() < 0.5,
             gathered=operation == "all_gather_gemm" and draw.random() < 0.3,
+            copy_input=operation in PLAIN and draw.random() < 0.5,
             seed=seed * ROUND + number,
         )
         members = draw.choice(GROUPS)

@@ -16,7 +16,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from references import DTYPES, Case, call, differences, expected, inputs
+from references import DTYPES, PLAIN, Case, call, differences, expected, inputs
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -37,6 +37,7 @@ def cases(count: int) -> list[Case]:
             n=(3, 2) if operation == "all_gather_gemm" and i % 2 else (4,),
             bias=i % 3 == 0,
             gathered=operation == "all_gather_gemm" and i % 5 < 2,
+            copy_input=operation in PLAIN and i % 4 < 2,
             seed=i,
         )
         for i, (operation, algorithm, dtype) in ((i, kinds[i * 7 % len(kinds)]) for i in range(count))
@@ -94,6 +95,41 @@ def run_behind(rank: int, world: int, group, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_op_runs_behind_the_caller(ranks, algorithm: str) -> None:
     ranks(2).run(run_behind, algorithm)
+
+
+def overwrite(rank: int, world: int, group, algorithm: str, copy_input: bool) -> list[str | None]:
+    """The input is overwritten while a peer is late, with as many calls in flight as there are slots."""
+    wrong = []
+    with closing(so.Communicator(group, timeout=30)) as comm:
+        for operation in PLAIN:
+            calls = [
+                Case(operation, so.PlanSpec(algorithm, 2), lead=(7,), copy_input=copy_input, seed=i) for i in range(2)
+            ]
+            given = [inputs(case, rank, world) for case in calls]
+            call(calls[0], inputs(calls[0], rank, world), comm)
+            dist.barrier(group)
+            if rank == world - 1:
+                time.sleep(LATE)
+            start = time.monotonic()
+            works = [call(case, each, comm, async_op=True) for case, each in zip(calls, given, strict=True)]
+            for each in given:
+                each.x.fill_(77)
+            if rank < world - 1:
+                assert time.monotonic() - start < LATE / 2, "the caller waits for the exchange, or for that before it"
+            for case, work in zip(calls, works, strict=True):
+                wrong.append(differences(case, work.wait(), expected(case, rank, world)))
+    return wrong
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_copied_input_may_be_written_at_once(ranks, algorithm: str) -> None:
+    assert ranks(2).run(overwrite, algorithm, True) == [[None] * 2 * len(PLAIN)] * 2
+
+
+def test_an_input_that_is_not_copied_must_not_be_written(ranks) -> None:
+    """Else the test above shows nothing."""
+    early, _ = ranks(2).run(overwrite, "direct", False)
+    assert all(wrong is not None for wrong in early[2:]), "sums, of which the own part is read last"
 
 
 def follow(rank: int, world: int, group, algorithm: str) -> None:

@@ -88,7 +88,12 @@ std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::reduce_scatter(const at::Tensor& x,
                                                                               const plan::Spec& spec,
                                                                               const CallOptions& options) {
-  return run_one(reduce_scatter_problem(x, config_.world), spec, options);
+  return run_one(reduce_scatter_problem(x, config_.world, spec.copy_input), spec, options);
+}
+
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_reduce(const at::Tensor& x, const plan::Spec& spec,
+                                                                          const CallOptions& options) {
+  return run_one(all_reduce_problem(x, config_.world), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::run_one(Problem problem, const plan::Spec& spec,

@@ -46,6 +46,8 @@ class Communicator {
                                                 const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> reduce_scatter(const at::Tensor& x, const plan::Spec& spec,
                                                     const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> all_reduce(const at::Tensor& x, const plan::Spec& spec,
+                                                const CallOptions& options);
 
   // Collective: slots of at least this many bytes.
   void reserve(std::int64_t slot_bytes);

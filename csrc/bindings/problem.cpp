@@ -113,7 +113,7 @@ LeadingDimension leading_dimension(const at::Tensor& weight) {
 
 // Only what is exchanged: in an all-gather-GEMM each rank may have another N, in a GEMM-reduce-scatter another K.
 std::vector<std::int64_t> Problem::shape_key() const {
-  return {static_cast<std::int64_t>(x.scalar_type()), shard_rows, call.row_bytes(Buffer::Slot)};
+  return {static_cast<std::int64_t>(x.scalar_type()), shard_rows, call.missing_rows, call.row_bytes(Buffer::Slot)};
 }
 
 std::string Problem::description() const { return c10::str("x of ", x.sizes(), ", ", dtype_name(x)); }
@@ -185,7 +185,7 @@ Problem all_gather_problem(const at::Tensor& x, int world) {
   return problem;
 }
 
-Problem reduce_scatter_problem(const at::Tensor& x, int world) {
+Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) {
   Problem problem;
   problem.x = plain_input(x);
   check_divisible(x, world);
@@ -198,7 +198,27 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world) {
   set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
   set_view(problem, Buffer::Scratch, nullptr, row_bytes, true);
   set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, false);
+  if (copy_input) {
+    problem.copied = at::empty_like(problem.x);
+    set_view(problem, Buffer::Copied, data(problem.copied), row_bytes, true);
+  }
   problem.call.shard_rows = problem.shard_rows;
+  return problem;
+}
+
+// Every rank sums a shard of ceil(rows / world) rows; the last ones may have fewer, or none.
+Problem all_reduce_problem(const at::Tensor& x, int world) {
+  Problem problem;
+  problem.x = plain_input(x);
+  problem.outputs.push_back(at::empty(x.sizes(), x.options()));
+  const std::int64_t rows = x.numel() == 0 ? 0 : x.size(0);
+  problem.shard_rows = (rows + world - 1) / world;
+  const std::int64_t row_bytes = rows == 0 ? 0 : x.numel() / rows * x.element_size();
+  set_view(problem, Buffer::Input, data(problem.x), row_bytes, true);
+  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
+  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, true);
+  problem.call.shard_rows = problem.shard_rows;
+  problem.call.missing_rows = world * problem.shard_rows - rows;
   return problem;
 }
 

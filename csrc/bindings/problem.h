@@ -19,8 +19,9 @@ struct Problem {
   std::vector<std::optional<at::Tensor>> biases;  // [N]
   std::vector<at::Tensor> outputs;                // one a weight; one for the plain collectives
   at::Tensor gathered;                            // where asked for
+  at::Tensor copied;                              // where x is copied and the output cannot take it
   std::int64_t shard_rows = 0;
-  Call call;                               // all but the plan's own fields: views and shard_rows
+  Call call;                               // all but the plan's own fields: views and rows
   std::shared_ptr<const plan::Plan> plan;  // that of `call`
 
   std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan
@@ -43,6 +44,7 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
 Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias, int world);
 Problem all_gather_problem(const at::Tensor& x, int world);
-Problem reduce_scatter_problem(const at::Tensor& x, int world);
+Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input = false);
+Problem all_reduce_problem(const at::Tensor& x, int world);
 
 }  // namespace streamoverlap

@@ -120,6 +120,7 @@ void register_communicator(py::module_& m) {
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
+      .def("all_reduce", released(&Communicator::all_reduce))
       .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))
       .def("slot_bytes", released(&Communicator::slot_bytes))
       .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
@@ -158,6 +159,8 @@ void register_communicator(py::module_& m) {
         torch::wrap_pybind_function([](const at::Tensor& x, int world) { all_gather_problem(x, world); }));
   m.def("validate_reduce_scatter",
         torch::wrap_pybind_function([](const at::Tensor& x, int world) { reduce_scatter_problem(x, world); }));
+  m.def("validate_all_reduce",
+        torch::wrap_pybind_function([](const at::Tensor& x, int world) { all_reduce_problem(x, world); }));
 }
 
 }  // namespace streamoverlap

@@ -65,7 +65,8 @@ void Lane::reserve(const Call& call, const Steps& steps) {
 
 const Bases& Lane::bases(int slot, const Call& call) {
   Bases& bases = bases_[slot];
-  for (const plan::Buffer buffer : {plan::Buffer::Input, plan::Buffer::Output, plan::Buffer::Gathered}) {
+  using plan::Buffer;
+  for (const Buffer buffer : {Buffer::Input, Buffer::Output, Buffer::Gathered, Buffer::Copied}) {
     bases[static_cast<int>(buffer)] = call.views[static_cast<int>(buffer)].base;
   }
   return bases;
