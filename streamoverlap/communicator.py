@@ -383,11 +383,10 @@ def _allocate(
 
 
 @lru_cache(maxsize=1024)
-def _spec(
-    operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False
-) -> _C.Spec:
+def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False) -> _C.Spec:
     reduce = plan.reduce if operation == "gemm_reduce_scatter" else "accumulate"  # ignored, so no mismatch either
-    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, keep_gathered, copy_input)
+    chunks, streams = plan.chunks, plan.compute_streams
+    return _C.Spec(operation, plan.algorithm, reduce, world, chunks, streams, keep_gathered, copy_input)
 
 
 @atexit.register

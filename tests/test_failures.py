@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -323,6 +324,8 @@ def open_descriptors() -> int:
 
 
 def resident_bytes() -> int:
+    """Without what malloc keeps for later: some MiB, more or less of it at each look."""
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -331,4 +334,4 @@ def test_100_communicators_leave_no_descriptor_thread_or_memory(ranks) -> None:
         for before, after, descriptors, grown in ranks(2).run(make_and_close, 100):
             assert after == before
             assert descriptors == 0
-            assert grown < 32 << 20
+            assert grown < 2 << 20

@@ -214,6 +214,17 @@ def test_an_exchange_that_waits_for_the_join_is_held_up() -> None:
     assert any("the exchange is held up" in text for text in interpreted(ranks))
 
 
+@pytest.mark.parametrize(("operation", "copy_input"), [("all_gather", True), ("reduce_scatter", False)])
+def test_only_a_reduce_scatter_that_copies_has_a_buffer_for_it(operation: str, copy_input: bool) -> None:
+    ranks = plans.build(operation, world=2, copy_input=copy_input)
+    ops = ranks[0].ops
+    put = next(op for op in ops if op.kind == "put")
+    put.reads = [Region("copied", 0, put.reads[0].shard, 0)]
+    ranks[0].ops = ops
+    (fault,) = plans.check(ranks)
+    assert (fault.kind, "no copy of the input apart from its output" in fault.message) == ("malformed", True)
+
+
 @pytest.mark.parametrize("operation", ["all_gather_gemm", "gemm_reduce_scatter"])
 def test_a_gemm_reads_its_input_in_place(operation: str) -> None:
     with pytest.raises(ValueError, match=f"copy_input is set for {operation}; expected only for all_gather, reduce_"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import algorithms, communicator, gpu_inputs, hold_back, on_device, streams_of, verify, wrong_in
 from ranks import subgroups
-from references import DTYPES, Case, call, expected, inputs
+from references import DTYPES, PLAIN, Case, call, expected, inputs
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -49,6 +49,7 @@ def number_cases(operation: str, combinations: Iterator[tuple]) -> list[Case]:
             bias=i % 2 == 0,
             column_major=i % 7 < 3,
             gathered=operation == "all_gather_gemm" and i % 9 < 4,
+            copy_input=operation in PLAIN and i % 2 == 0,
             seed=i,
         )
         for (plan, dtype, rows), i in zip(combinations, numbers, strict=False)

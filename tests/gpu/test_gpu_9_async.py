@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import algorithms, communicator, gpu_inputs, hold_back, meet, streams_of, wrong_in
-from references import Case, call, expected
+from references import PLAIN, Case, call, expected
 from test_sequences import mixed_calls
 
 import streamoverlap as so
@@ -201,6 +201,27 @@ def test_asynchronous_calls_are_captured(ranks) -> None:
     ranks(2).run(in_a_graph)
 
 
+def copied_in_a_graph(rank: int, world: int, group) -> None:
+    """Each replay sums what x holds when it starts, and then counts x up beside the exchange."""
+    communicator(group)
+    for plan in (so.PlanSpec("direct", 2), so.PlanSpec("ring")):
+        x = torch.full((33, 16), float(rank), device="cuda")
+        so.prepare(so.all_reduce, x, group, plan=plan, copy_input=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work = so.all_reduce(x, group, plan=plan, copy_input=True, async_op=True)
+            x.add_(1)
+            total = work.wait()
+        for number in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(total.cpu(), torch.full((33, 16), sum(range(world)) + world * number))
+
+
+def test_a_captured_all_reduce_copies_its_input(ranks) -> None:
+    ranks(2).run(copied_in_a_graph)
+
+
 def abort(rank: int, world: int, group) -> str:
     with closing(so.Communicator(group, timeout=30, device="cuda")) as comm:
         x = torch.ones(4, 4, device="cuda")
@@ -245,33 +266,53 @@ def test_20_000_dropped_works_leave_memory_flat(ranks) -> None:
         assert after - before < 1 << 20
 
 
-def overlap(rank: int, world: int, group: dist.ProcessGroup) -> float:
-    """An all-gather behind an independent product, against the longer of the two."""
+def behind_a_product(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """What an exchange and an independent product make side by side; how fast: benchmarks/async_overlap.py."""
     communicator(group)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16)
+    a = torch.eye(2048, device="cuda").mul_(3)
+    given = [Case(operation, so.PlanSpec(algorithm, 2), lead=(512,), k=64) for operation, algorithm in EXCHANGES]
+    for case in given:
+        call(case, gpu_inputs(case, rank, world), group)
+        x = gpu_inputs(case, rank, world)
+        work = call(case, x, group, async_op=True)
+        square = a @ a
+        results = work.wait()
+        torch.cuda.synchronize()
+        assert wrong_in(case, results, expected(case, rank, world)) is None
+        assert torch.equal(square, 3 * a)
 
-    def measure(function) -> float:
-        times = []
-        for _ in range(12):
-            torch.cuda.synchronize()
+
+EXCHANGES = tuple(product(PLAIN, ("direct", "ring")))
+
+
+def test_an_exchange_beside_a_product(ranks) -> None:
+    ranks(2).run(behind_a_product)
+
+
+def copied_at_once(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The input is overwritten while the last rank is late, with as many calls under way as there are slots."""
+    cases = [
+        Case(operation, so.PlanSpec(algorithm, 2), lead=(64,), copy_input=True) for operation, algorithm in EXCHANGES
+    ]
+    warm_up(rank, world, group, cases)
+    for case in cases:
+        given = [gpu_inputs(case, rank, world) for _ in range(2)]
+        torch.cuda.synchronize()
+        if rank == world - 1:
+            meet(group)  # comes late
+        works = [call(case, each, group, async_op=True) for each in given]  # and overwrites its x
+        free = torch.cuda.Event()
+        free.record()
+        if rank < world - 1:
+            time.sleep(0.2)
+            assert free.query(), "the current stream waits for the exchange, or for that before it"
+            assert not any(work.is_completed() for work in works)
             meet(group)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
+        for work in works:
+            results = work.wait()
             torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        return sorted(times)[len(times) // 2]
-
-    def both() -> None:
-        work = so.all_gather(x, group, async_op=True)
-        a @ a
-        work.wait()
-
-    return measure(both) / max(measure(lambda: a @ a), measure(lambda: so.all_gather(x, group)))
+            assert wrong_in(case, results, expected(case, rank, world)) is None
 
 
-@pytest.mark.gpu(2)
-def test_an_all_gather_hides_behind_a_product(ranks) -> None:
-    assert max(ranks(2).run(overlap)) <= 1.1
+def test_a_copied_input_may_be_written_at_once(ranks) -> None:
+    ranks(2).run(copied_at_once)
