@@ -4,6 +4,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "../group/poll.h"
+
 namespace streamoverlap::host {
 
 class Event {
@@ -16,6 +18,14 @@ class Event {
   void wait() const {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
+  }
+  void wait(const Poll& poll) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, kPollInterval, [this] { return reached_; })) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
   }
 
  private:
