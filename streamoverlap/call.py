@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamoverlap import _C
 from streamoverlap.follow import FollowOnCpu, FollowOnStream
-from streamoverlap.serial import Collectives, Started
+from streamoverlap.serial import Started
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
@@ -60,13 +60,13 @@ class Call:
         self._device = device
         self._follow = follow
         self._streams = choose_streams(streams, device.type) if streams is not None or device.type == "cuda" else None
-        self._timeout = 0.0 if timeout is None else seconds_of(timeout)
+        self.timeout = 0.0 if timeout is None else seconds_of(timeout)
 
     @property
     def options(self) -> _C.CallOptions:
-        if not (self.async_op or self._timeout or self._streams or getattr(_mode, "preparing", False)):
+        if not (self.async_op or self.timeout or self._streams or getattr(_mode, "preparing", False)):
             return _PLAIN
-        options = _C.CallOptions(getattr(_mode, "preparing", False), self.async_op, self._timeout)
+        options = _C.CallOptions(getattr(_mode, "preparing", False), self.async_op, self.timeout)
         if self._streams is not None:
             options.streams = self._streams._impl
         return options
@@ -78,15 +78,13 @@ class Call:
         follow = self._follow if self._device.type == "cpu" else self._follow_on(work.stream())
         return Work(work, lambda: result, follow)
 
-    def serial(self, start: Callable[[Collectives], Started], on: Collectives, inputs: Sequence[Tensor | None]) -> Any:
+    def serial(self, start: Callable[[], Started], inputs: Sequence[Tensor | None]) -> Any:
         """The same for a serial call; `start` issues its collective."""
-        if self._timeout:
-            on = on._replace(timeout=self._timeout)
         if not self.async_op:
-            return start(on).complete()
+            return start().complete()
         if self._device.type == "cuda":
-            return self._serial_on_stream(lambda: start(on).complete(), inputs)
-        wait, finish = start(on)
+            return self._serial_on_stream(lambda: start().complete(), inputs)
+        wait, finish = start()
         return self._follow.run(_Before(wait), finish)
 
     def _serial_on_stream(self, function: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Work:

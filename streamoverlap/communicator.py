@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,9 +22,9 @@ from streamoverlap import _C, serial, symmetric
 from streamoverlap.call import Call
 from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
+from streamoverlap.meeting import Meeting, attempt, first_error
 from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
 from streamoverlap.spec import Choice, PlanSpec, choose
-from streamoverlap.store import wait_for
 from streamoverlap.streams import StreamSet
 from streamoverlap.work import Work, seconds_of
 
@@ -36,7 +35,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 _cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
 _cache_lock = threading.Lock()
 # Held while a communicator is set up: one lock each, since threads may set up different groups in any order.
-_set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.Lock]] = weakref.WeakKeyDictionary()
+_set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.RLock]] = weakref.WeakKeyDictionary()
 # To be closed before the interpreter ends: their threads let go of tensors.
 _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
@@ -45,9 +44,10 @@ _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
 class Communicator:
     """Shared memory, flags, slots and streams of one process group on one kind of device.
 
-    The functional ops use `Communicator.of(group, device)`, made when a group is first used; change its timeout with
-    `set_timeout`. One made explicitly is apart from it, with slots of its own. Making one is collective: every rank of
-    the group does it, in the same order as its other calls.
+    The functional ops use `Communicator.of(group, device)`: the first that was made for a group and a kind of device,
+    explicitly or by the first op. It lives as long as the group, or until `close`. Any further one that is made
+    explicitly is apart from it, with slots of its own. Making one is collective: every rank of the group does it, in
+    the same order as its other calls.
 
     Args:
         group: any process group that has this rank; None is the default group.
@@ -60,7 +60,10 @@ class Communicator:
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `group` does not have this rank.
-        RuntimeError: torch.distributed is not initialised, or a peer did not take part in the set-up in time.
+        RuntimeError: torch.distributed is not initialised, a peer did not take part in the set-up in time, or a rank
+            could not; the message has its rank and its error.
+
+    A forked child process cannot use the communicators of its parent.
 
     Slots are sized to fit: for each of two calls in flight, the bytes of the gathered x (``M * K``) or of all partial
     products (``M * N``). They grow, collectively, when a larger call comes, and never shrink.
@@ -81,24 +84,26 @@ class Communicator:
         self.rank, self.world = group.rank(), group.size()
         self.last_choice: Choice | None = None
         self._timeout = seconds_of(timeout)
-        self._aborted: CommunicatorError | None = None
         self.name = group.group_name
         self.device = device_of(self.device_type)
-        index = -1 if self.device.index is None else self.device.index
-        self._impl: _C.Communicator | None = _C.Communicator(
-            self.name, self.rank, self.world, self._timeout, index if _C.WITH_CUDA else -1, _slots
-        )
+        self._process = os.getpid()
+        self._connected = False
+        self._error: CommunicatorError | None = None  # where there is no shared memory to keep it in
+        self._serial_calls = itertools.count(1)
+        self._impl: _C.Communicator | None = None
         reference = weakref.ref(self)
         self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
-        self._prefix = f"streamoverlap/{self.device_type}"
-        self._fallback = self._set_up()
+        with _set_up_lock(group, self.device_type):
+            self._fallback = self._set_up(_slots)
+        if report_path is not None and self._connected:
+            self._impl.set_report_path(str(report_path))
         if self._fallback is None:
-            if report_path is not None:
-                self._impl.set_report_path(str(report_path))
             _log.info("group '%s' is set up: rank %d of %d on %s", self.name, self.rank, self.world, self.device)
         elif self.rank == 0:
             _log.warning("group '%s' runs serial: %s", self.name, self._fallback)
-        _open_ones.add(self)
+        with _cache_lock:
+            _open_ones.add(self)
+            _cache.setdefault(group, {}).setdefault(self.device_type, self)
 
     @classmethod
     def of(
@@ -115,16 +120,11 @@ class Communicator:
         device_type = type_of(device)
         found = _cache.get(group, {}).get(device_type)
         if found is not None:
-            return found
+            return found._here()
         if validate is not None:
             validate(group.size())
-        with _cache_lock:
-            by_device = _cache.setdefault(group, {})
-            set_up = _set_up_locks.setdefault(group, {}).setdefault(device_type, threading.Lock())
-        with set_up:
-            if device_type not in by_device:
-                by_device[device_type] = cls(group, device=device_type)
-            return by_device[device_type]
+        with _set_up_lock(group, device_type):
+            return _cache.get(group, {}).get(device_type) or cls(group, device=device_type)
 
     def all_gather_gemm(
         self,
@@ -141,14 +141,14 @@ class Communicator:
             spec = _spec("all_gather_gemm", call.plan, self.world, return_gathered)
             *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, spec, call.options)
             return call.finish(tuple(result), work)
-        _C.validate_all_gather_gemm(x, weights, biases, self.world)
+        on = self._enter_serial(_C.validate_all_gather_gemm(x, weights, biases, self.world), call)
         every_bias = list(biases) or [None] * len(weights)
 
-        def start(on: serial.Collectives) -> serial.Started:
+        def start() -> serial.Started:
             wait, finish = serial.all_gather_gemm(x, weights, every_bias, on)
             return serial.Started(wait, finish if return_gathered else lambda: (finish()[0], None))
 
-        return call.serial(start, self._collectives(), [x, *weights, *every_bias])
+        return call.serial(start, [x, *weights, *every_bias])
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
@@ -157,9 +157,8 @@ class Communicator:
         if call.overlapped:
             spec = _spec("gemm_reduce_scatter", call.plan, self.world)
             return call.finish(*call.impl.gemm_reduce_scatter(x, weight, bias, spec, call.options))
-        _C.validate_gemm_reduce_scatter(x, weight, bias, self.world)
-        start = partial(serial.gemm_reduce_scatter, x, weight, bias)
-        return call.serial(start, self._collectives(), [x, weight, bias])
+        on = self._enter_serial(_C.validate_gemm_reduce_scatter(x, weight, bias, self.world), call)
+        return call.serial(partial(serial.gemm_reduce_scatter, x, weight, bias, on), [x, weight, bias])
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_gather", x, plan, **options)
@@ -178,10 +177,10 @@ class Communicator:
         if call.overlapped:
             spec = _spec(operation, call.plan, self.world, copy_input=copy_input)
             return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
-        getattr(_C, f"validate_{operation}")(x, self.world)
+        on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, self.world), call)
         if copy_input and call.async_op:
             x = x.clone()
-        return call.serial(partial(getattr(serial, operation), x), self._collectives(), [x])
+        return call.serial(partial(getattr(serial, operation), x, on), [x])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -209,16 +208,15 @@ class Communicator:
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Changes the timeout (seconds or timedelta), of calls in flight too."""
         seconds = seconds_of(timeout)
-        if self._fallback is None:
-            self._open().set_timeout(seconds)
+        impl = self._open()
+        if self._connected:
+            impl.set_timeout(seconds)
         self._timeout = seconds
 
     def errored(self) -> Exception | None:
         """The error that every further call raises, or None."""
-        if self._fallback is not None:
-            return self._aborted
         try:
-            self._open().check()
+            self._check()
         except RuntimeError as error:
             return error
         return None
@@ -228,10 +226,14 @@ class Communicator:
 
         Results of calls in flight are withheld. Where the group runs serial this rank alone ends it.
         """
-        if self._fallback is None:
-            self._open().abort(reason)
-        elif self._aborted is None:
-            self._aborted = CommunicatorError(f"group '{self.name}' was aborted: {reason}", self.name, peer=self.rank)
+        Results of calls in flight are withheld. Where ranks share no memory this rank alone ends it.
+        """
+        impl = self._open()
+        if self._connected:
+            impl.abort(reason)
+        elif self._error is None:
+            text = f"group '{self.name}' was aborted: {reason}"
+            self._error = CommunicatorError(text, self.name, peer=self.rank)
 
     def close(self) -> None:
         """Gives back memory, threads and file descriptors, once calls in flight on this rank have ended.
@@ -240,7 +242,7 @@ class Communicator:
         of an aborted communicator are never used for anything else while a peer may write to them: on the CPU each rank
         maps them until it closes; on CUDA they are given back when all ranks have closed, and are lost if one is gone.
         """
-        self._follow.close()
+        self._here()._follow.close()
         self._impl = None
         group = self._group()
         with _cache_lock:
@@ -260,26 +262,52 @@ class Communicator:
         self._open().set_test_hook(seed, max_delay_ms, list(streams or ()), kill_at, stop_at)
 
     def _end(self) -> None:
-        if self._impl is not None:
-            if self._fallback is None:
-                self._impl.finish(_EXIT_WAIT)
-            self.close()
+        if self._impl is None or os.getpid() != self._process:
+            return
+        if self._fallback is None:
+            self._impl.finish(_EXIT_WAIT)
+        self.close()
 
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
 
-    def _collectives(self) -> serial.Collectives:
-        return serial.Collectives(self.group, self._timeout, self._fail)
+    def _enter_serial(self, identity: tuple[int, str], call: Call) -> serial.Collectives:
+        """Agrees with the peers on the call, in shared memory if there is any, else by a message."""
+        on = serial.Collectives(self.group, call.timeout or self._timeout, self._check, self._fail)
+        if self._connected:
+            self._impl.enter_serial(*identity)
+        elif self.device_type == "cpu":
+            serial.agree(identity, next(self._serial_calls), on)
+        return on
 
-    def _fail(self, cause: str) -> None:
-        """Peers that wait in an overlapped call need not wait any longer."""
-        if self._fallback is None:
-            self._open().abort(cause)
+    def _check(self) -> None:
+        """Raises what further calls raise, if the group has failed."""
+        impl = self._open()
+        if self._connected:
+            impl.check()
+        elif self._error is not None:
+            raise self._error
+
+    def _fail(self, error: CommunicatorError) -> None:
+        """No further call; peers that wait in one need not wait any longer, where they can be told."""
+        if self._connected:
+            self._impl.abort(str(error))
+        elif self._error is None:
+            self._error = error
+
+    def _here(self) -> Communicator:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the communicator of group '{self.name}' was made in process {self._process}, of which this one is a "
+                "fork; expected a call there, or a process group of this process' own"
+            )
+        return self
 
     def _open(self) -> _C.Communicator:
-        if self._impl is None:
+        impl = self._here()._impl
+        if impl is None:
             raise RuntimeError(f"the communicator of group '{self.name}' is closed; expected an open one")
-        return self._impl
+        return impl
 
     def _call(
         self,
@@ -292,30 +320,52 @@ class Communicator:
         if x.device != self.device:
             raise ValueError(f"x is on {x.device}; expected {self.device}, the device of this communicator")
         self.last_choice = choice = choose(plan, self._fallback)
-        if self._aborted is not None:
-            raise self._aborted
-        return Call(self._open(), choice.plan, self.device, self._follow, async_op, timeout, streams)
+        impl = self._open()
+        self._check()
+        return Call(impl, choice.plan, self.device, self._follow, async_op, timeout, streams)
 
-    def _set_up(self) -> str | None:
+    def _set_up(self, slots: int) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
-        if self.device_type == "cuda" and not _C.WITH_CUDA:
-            return "streamoverlap was built without its CUDA part"
-        self._prefix += f"/{self._generation()}"
-        hello = {"host": host_id(), "address": self._impl.address(), "gpu": gpu_uuid(self.device)}
-        ranks = self._all_gather_object("hello", hello)
+        # What fails before ranks have met is told to all by the hello.
+        error = attempt(lambda: self._make(slots))
+        address = self._impl.address() if self._impl is not None else ""
+        hello = {"error": error, "host": host_id(), "address": address, "gpu": gpu_uuid(self.device)}
+        meeting = Meeting(self.group, f"streamoverlap/{self.device_type}", hello, self._timeout)
+        ranks = meeting.hellos
+        if (failure := first_error(entry["error"] for entry in ranks)) is not None:
+            raise RuntimeError(f"could not set up the communicator of group '{self.name}': {failure}")
         hosts = {entry["host"] for entry in ranks}
         if len(hosts) > 1:
             return f"its {self.world} ranks are on {len(hosts)} hosts and share no memory"
-        error = ""
-        try:
-            peers, allocate = self._symmetric(ranks) if self.device_type == "cuda" else ([], None)
-            addresses = [entry["address"] for entry in ranks]
-            self._impl.connect(addresses, self._timeout, peers, allocate, partial(_log_growth, self.name))
-            self._impl.reserve(1)  # if ranks cannot share memory, it shows here and not in the first call
-        except (RuntimeError, ValueError) as failure:
-            error = str(failure)
-        errors = self._all_gather_object("connected", error)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
+        self._prefix = f"streamoverlap/{self.device_type}/{meeting.session}"
+        addresses = [entry["address"] for entry in ranks]
+
+        def reserve() -> None:  # if ranks cannot share memory, it shows here and not in the first call
+            self._impl.set_timeout(meeting.left)
+            self._impl.reserve(1)
+            self._impl.set_timeout(self._timeout)
+
+        steps = {
+            "connected": lambda: self._impl.connect(addresses, meeting.left),
+            "attached": lambda: self._attach(ranks),
+            "reserved": reserve,
+        }
+        for name, step in steps.items():
+            if (failure := first_error(meeting.all_gather(name, attempt(step)))) is not None:
+                self._connected = self._connected and self.errored() is None
+                return failure
+            self._connected = True
+        return None
+
+    def _make(self, slots: int) -> None:
+        index = self.device.index if _C.WITH_CUDA and self.device_type == "cuda" else -1
+        self._impl = _C.Communicator(self.name, self.rank, self.world, self._timeout, index, slots)
+
+    def _attach(self, ranks: list[dict]) -> None:
+        if self.device_type == "cuda" and not _C.WITH_CUDA:
+            raise RuntimeError("streamoverlap was built without its CUDA part")
+        peers, allocate = self._symmetric(ranks) if self.device_type == "cuda" else ([], None)
+        self._impl.attach(peers, allocate, partial(_log_growth, self.name))
 
     def _symmetric(self, ranks: list[dict]):
         """The peers' GPUs as this process numbers them, and how to allocate memory that all of them reach."""
@@ -327,39 +377,8 @@ class Communicator:
                 "see the GPUs of all"
             )
         return [mine[entry["gpu"]] for entry in ranks], partial(
-            _allocate, itertools.count(), self._prefix, self._group, self.device, timedelta(seconds=self._timeout)
+            _allocate, itertools.count(), self._prefix, self._group, weakref.ref(self)
         )
-
-    def _generation(self) -> int:
-        """How many communicators this group has had, so that each has keys of its own in the store.
-
-        Counted there: ranks may have come at different times, and the group's name may have been in use before.
-        """
-        if self.world == 1:
-            return 0
-        with self._told_if_store_fails():
-            return (self.group.get_group_store().add(f"{self._prefix}/arrivals", 1) - 1) // self.world
-
-    @contextmanager
-    def _told_if_store_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as failure:  # of which torch's DistError is one
-            raise RuntimeError(
-                f"could not set up the communicator of group '{self.name}': not all of its {self.world} "
-                f"ranks made one within {2 * self._timeout:g} s, or the store is gone ({failure})"
-            ) from failure
-
-    def _all_gather_object(self, key: str, value: object) -> list:
-        """Through the store, bounded by twice the timeout: the group's own collectives may be on a device, or hang."""
-        if self.world == 1:
-            return [value]
-        with self._told_if_store_fails():
-            store = dist.PrefixStore(f"{self._prefix}/{key}", self.group.get_group_store())
-            store.set(str(self.rank), json.dumps(value))
-            keys = [str(rank) for rank in range(self.world)]
-            wait_for(store, keys, 2 * self._timeout)
-            return [json.loads(store.get(key)) for key in keys]
 
 
 def _log_growth(name: str, size: int) -> None:
@@ -370,16 +389,16 @@ def _allocate(
     numbers: Iterator[int],
     prefix: str,
     group: weakref.ref[dist.ProcessGroup],
-    device: torch.device,
-    timeout: timedelta,
+    owner: weakref.ref[Communicator],
     size: int,
 ) -> tuple[object, list[int]]:
     """No method: the compiled part keeps it, and would keep the communicator and so itself."""
-    ranks = group()
-    if ranks is None:
+    ranks, comm = group(), owner()
+    if ranks is None or comm is None:
         raise RuntimeError("the process group has been destroyed; expected it to outlive the calls on it")
     store = dist.PrefixStore(f"{prefix}/slots/{next(numbers)}", ranks.get_group_store())
-    return symmetric.allocate(size, store, ranks.rank(), ranks.size(), device, timeout)
+    timeout = timedelta(seconds=comm.timeout)
+    return symmetric.allocate(size, store, ranks.rank(), ranks.size(), comm.device, timeout, comm._check)
 
 
 @lru_cache(maxsize=1024)
@@ -393,3 +412,8 @@ def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = Fals
 def _end_all() -> None:
     for communicator in list(_open_ones):
         communicator._end()
+
+
+def _set_up_lock(group: dist.ProcessGroup, device_type: str) -> threading.RLock:
+    with _cache_lock:
+        return _set_up_locks.setdefault(group, {}).setdefault(device_type, threading.RLock())

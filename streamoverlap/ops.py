@@ -60,6 +60,7 @@ def all_gather_gemm(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it. Nothing was sent.
+        RuntimeError: a tensor requires grad while gradients are recorded, or the communicator was made before a fork.
         PeerTimeoutError: a peer did not take part in time.
         MismatchError: a peer called something else.
     """

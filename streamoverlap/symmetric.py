@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -25,9 +25,17 @@ _allocations = itertools.count()
 
 
 def allocate(
-    size: int, store: dist.Store, rank: int, world: int, device: torch.device, timeout: timedelta
+    size: int,
+    store: dist.Store,
+    rank: int,
+    world: int,
+    device: torch.device,
+    timeout: timedelta,
+    check: Callable[[], None],
 ) -> tuple[object, list[int]]:
     """Allocates `size` bytes on every rank, collectively; `store` must be new to all of them.
+
+    `check` is called while this rank waits for the others, and may raise.
 
     Returns:
         What keeps the memory, and where each rank's is in this process.
@@ -35,7 +43,7 @@ def allocate(
     tensor = symm_mem.empty(size, dtype=torch.uint8, device=device)
     # Torch finds ranks and store by the name of a group; this one is a name, ranks and store, and nothing else.
     name = f"streamoverlap/{next(_allocations)}"
-    numbered = _Renumbered(store, timeout)
+    numbered = _Renumbered(store, timeout, check)
     group = ProcessGroup(numbered, rank, world)
     _register_process_group(name, group)
     try:
@@ -71,10 +79,11 @@ class _Renumbered(dist.Store):
 
     _KEY = re.compile(r"(.*)/(\d+)/(\d+)")
 
-    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, timeout: timedelta, check: Callable[[], None]) -> None:
         super().__init__()
         self._store = store
         self._timeout = timeout
+        self._check = check
         self._numbers: dict[str, int] = {}
 
     def _renumber(self, key: str) -> str:
@@ -91,4 +100,5 @@ class _Renumbered(dist.Store):
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait_for(self._store, [self._renumber(key) for key in keys], (timeout or self._timeout).total_seconds())
+        seconds = (timeout or self._timeout).total_seconds()
+        wait_for(self._store, [self._renumber(key) for key in keys], seconds, self._check)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.futures import Future
 
+_LONGEST_TIMEOUT = 4_000_000.0  # seconds: some 46 days, which 32 bits hold in milliseconds
 _GRACE = 3.0  # seconds after the group's timeout by which its watchdog has reported what is wrong
 
 
@@ -112,6 +113,9 @@ class Follow(Protocol):
 
 def seconds_of(timeout: float | timedelta) -> float:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta, of at most "
+            f"{_LONGEST_TIMEOUT:g} s"
+        )
     return float(seconds)

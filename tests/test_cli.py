@@ -55,6 +55,7 @@ def a_fault() -> Fault:
         ("check --world 0", "is '0'; expected sizes from 1 to 64, rising"),
         ("check --world two", "is 'two'; expected world sizes such as 4, 1-16 or 2,3"),
         ("check --mutate --world 1-8", "--world is 1,2,3,4,5,6,7,8; expected 2 to 4 with --mutate"),
+        ("demo --device cpu --world 65", "--world is 65; expected at most 64"),
         ("demo --world 3 --tokens 10", "--tokens is 10; expected a multiple of --world, 3"),
         ("demo --device cpu --world 4 --ffn 10", "--ffn is 10; expected a multiple of --world, 4"),
         ("demo --device cpu --text /no/such/file", "--text is /no/such/file; expected a file"),

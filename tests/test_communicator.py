@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -131,3 +135,141 @@ def test_tensors_of_another_device_are_refused() -> None:
     with Pool(2) as pool:
         for messages in pool.run(call_on_other_devices, timeout=20):
             assert len(messages) == 2
+
+
+def in_a_child(function: Callable[[], object]) -> str:
+    """What `function` returns or raises in a forked child, as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = str(function())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def fork(rank: int, world: int, group) -> list[str]:
+    x = torch.ones(2, 2)
+    so.all_gather(x, group)
+    comm = so.Communicator.of(group, "cpu")
+    answers = [
+        in_a_child(lambda: so.all_gather(x, group)),
+        in_a_child(lambda: so.all_gather(x, group, plan=so.PlanSpec("serial"))),
+        in_a_child(comm.close),
+    ]
+    dist.barrier(group)
+    for seed in range(3):
+        assert torch.equal(so.all_gather(x + seed, group), torch.full((2 * world, 2), 1.0 + seed))
+    return answers
+
+
+def test_a_forked_child_is_refused_and_does_no_harm() -> None:
+    with Pool(2) as pool:
+        for refused in pool.run(fork, timeout=30):
+            for answer in refused:
+                assert answer.startswith("RuntimeError: the communicator of group"), answer
+                assert answer.endswith("or a process group of this process' own"), answer
+                assert "of which this one is a fork" in answer
+
+
+PARENT_OF_A_FORK = """
+import os, sys, torch, torch.distributed as dist
+import streamoverlap as so
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+so.all_gather(torch.ones(2, 2))
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert torch.equal(so.all_gather(torch.ones(2, 2)), torch.ones(2, 2))
+sys.exit(status)
+"""
+
+
+def test_a_forked_child_ends_as_any_program() -> None:
+    ended = subprocess.run([sys.executable, "-c", PARENT_OF_A_FORK], timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 7, ended.stderr
+
+
+def make_one_first(rank: int, world: int, group) -> list[bool]:
+    first = so.Communicator(group, timeout=TIMEOUT)
+    second = so.Communicator(group, timeout=TIMEOUT + 1)
+    functional = so.Communicator.of(group, "cpu")
+    so.all_gather(torch.ones(2, 2), group)
+    answers = [functional is first, first.last_choice is not None, second.last_choice is None]
+    first.close()
+    with closing(so.Communicator(group, timeout=TIMEOUT)) as third:
+        answers.append(so.Communicator.of(group, "cpu") is third)
+    second.close()
+    answers.append(so.Communicator.of(group, "cpu") not in (first, second, third))
+    return answers
+
+
+def test_the_first_explicit_communicator_is_the_one_that_ops_use() -> None:
+    with Pool(2) as pool:
+        for answers in pool.run(make_one_first, timeout=20):
+            assert all(answers), answers
+
+
+def fail_to_set_up(rank: int, world: int, group, step: str) -> list[str]:
+    """A step fails on rank 1 alone, once."""
+    original = getattr(so.Communicator, step)
+    if rank == 1:
+
+        def fail(self: so.Communicator, *args: object) -> None:
+            raise RuntimeError("no descriptors are left")
+
+        setattr(so.Communicator, step, fail)
+    begin = time.monotonic()
+    try:
+        with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+            answer = comm.fallback
+            assert torch.equal(comm.all_gather(torch.ones(2, 2), None), torch.ones(2 * world, 2))
+    except RuntimeError as error:
+        answer = str(error)
+    finally:
+        setattr(so.Communicator, step, original)
+    seconds = time.monotonic() - begin
+    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:  # and later ones are not out of step
+        assert comm.fallback is None
+        assert torch.equal(comm.all_gather(torch.ones(2, 2), None), torch.ones(2 * world, 2))
+    return [answer, f"{seconds < TIMEOUT}"]
+
+
+def test_all_ranks_learn_why_one_could_not_set_up() -> None:
+    with Pool(3) as pool:
+        for answer, in_time in pool.run(fail_to_set_up, "_make", timeout=30):
+            assert answer.startswith("could not set up the communicator of group")
+            assert answer.endswith("rank 1: no descriptors are left")
+            assert in_time == "True"
+        for answer, in_time in pool.run(fail_to_set_up, "_attach", timeout=30):
+            assert answer == "rank 1: no descriptors are left"
+            assert in_time == "True"
+
+
+def ask_a_fallback(rank: int, world: int, group) -> list[str]:
+    original = module.host_id
+    module.host_id = lambda: f"host {rank}"
+    answers = []
+    try:
+        with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+            for question in (comm._set_hook, comm._clear_hook, comm._impl.check, comm._impl.slot_bytes):
+                with pytest.raises(RuntimeError) as caught:
+                    question()
+                answers.append(str(caught.value))
+    finally:
+        module.host_id = original
+    return answers
+
+
+def test_a_communicator_that_cannot_overlap_says_so_when_asked_to() -> None:
+    with Pool(2) as pool:
+        for answers in pool.run(ask_a_fallback, timeout=20):
+            assert all("runs serial" in answer or "share no memory" in answer for answer in answers), answers

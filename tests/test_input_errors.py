@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import subgroups
 from references import Case, verify
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -30,6 +34,33 @@ def scatter(x=X, weight=W, group=None, **options):
 def wants_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().requires_grad_()
 
+
+def under_torch_func(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.func.vmap(call)(torch.ones(2, 6, 4))
+
+
+def with_tangent(x: torch.Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        so.all_gather(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(6, 4)
+
+
+def distributed() -> torch.Tensor:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    return DTensor.from_local(X, mesh, [Replicate()], run_check=False)
+
+
+def without_storage() -> torch.Tensor:
+    x = X.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+WRAPPER = "is a tensor that wraps or stands for others"
 
 # What is wrong: the call that does it, the error's type, and what its message must say.
 BAD_INPUT: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -95,6 +126,35 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "bias has dtype torch.float64; expected that of x",
     ),
     "sparse x": (lambda: gather(X.to_sparse()), TypeError, "x has layout Sparse; expected a dense"),
+    "a DTensor": (lambda: so.all_gather(distributed()), TypeError, f"x {WRAPPER}"),
+    "weight is a DTensor": (lambda: gather(weight=distributed()), TypeError, f"weight {WRAPPER}"),
+    "a FakeTensor": (lambda: so.all_gather(fake()), TypeError, f"x {WRAPPER}"),
+    "a FakeTensor in serial": (
+        lambda: so.all_gather(fake(), plan=so.PlanSpec("serial")),
+        TypeError,
+        f"x {WRAPPER}",
+    ),
+    "a zero tensor": (lambda: scatter(torch._efficientzerotensor(6, 4)), TypeError, f"x {WRAPPER}"),
+    "a nested tensor": (
+        lambda: so.all_gather(torch.nested.nested_tensor([X, X])),
+        TypeError,
+        f"x {WRAPPER}",
+    ),
+    "a jagged tensor": (
+        lambda: so.all_gather(torch.nested.nested_tensor([X, X], layout=torch.jagged)),
+        TypeError,
+        f"x {WRAPPER}",
+    ),
+    "vmap": (lambda: under_torch_func(so.all_gather), TypeError, f"x {WRAPPER}"),
+    "vmap over a GEMM": (lambda: under_torch_func(gather), TypeError, f"x {WRAPPER}"),
+    "functionalize": (lambda: torch.func.functionalize(so.all_gather)(X), TypeError, f"x {WRAPPER}"),
+    "jvp": (lambda: torch.func.jvp(so.all_gather, (X,), (X,)), TypeError, f"x {WRAPPER}"),
+    "a forward-mode gradient": (lambda: with_tangent(X), TypeError, "x has a forward-mode gradient"),
+    "no storage": (
+        lambda: so.all_gather(without_storage()),
+        ValueError,
+        "x needs 96 bytes but its storage has 0; expected",
+    ),
     "weight's K": (
         lambda: gather(weight=torch.ones(3, 5)),
         ValueError,
@@ -332,13 +392,13 @@ def test_a_closed_communicator(ranks) -> None:
     ranks(2).run(use_closed)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "3", None, True])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "3", None, True, 1e300, timedelta(days=60)])
 def test_a_timeout_that_is_none(ranks, timeout: object) -> None:
     ranks(1).run(refuse_timeout, timeout)
 
 
 def refuse_timeout(rank: int, world: int, group, timeout: object) -> None:
-    message = re.escape(f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta")
+    message = re.escape(f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta, of at most")
     with pytest.raises(ValueError, match=message):
         so.Communicator(group, timeout=timeout)
     with pytest.raises(ValueError, match=message):

@@ -303,9 +303,19 @@ def test_groups_that_share_ranks_hang_in_different_orders() -> None:
         assert any(model in fault.message for fault in faults)
 
 
+def test_a_member_that_leaves_a_call_out_hangs_the_others() -> None:
+    calls = [(plans.build("all_gather", world=2), [0, 1]) for _ in range(2)]
+    faults = plans.check_groups(calls, [[0, 1], [0]])
+    assert faults
+    assert all("a flag that nobody sets" in fault.message for fault in faults if "process 0 call 1" in fault.message)
+    assert any("a flag that nobody sets" in fault.message for fault in faults)
+
+
 def test_a_call_of_groups_must_name_its_members() -> None:
     ranks = plans.build("all_gather", world=2)
     with pytest.raises(ValueError, match="2 plans; expected one for each of 3 members"):
         plans.check_groups([(ranks, [0, 1, 2])])
     with pytest.raises(ValueError, match=r"orders\[1\] has call 1"):
         plans.check_groups([(ranks, [0, 1])], [[0], [1]])
+    with pytest.raises(ValueError, match=r"orders\[0\] has call 0; expected calls that process 0 is a member of, once"):
+        plans.check_groups([(ranks, [0, 1])], [[0, 0], [0]])

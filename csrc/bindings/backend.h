@@ -12,6 +12,7 @@
 
 #include "../group/fd_exchange.h"
 #include "../group/group.h"
+#include "../group/poll.h"
 #include "in_flight.h"
 #include "problem.h"
 
@@ -48,7 +49,8 @@ class Backend {
   virtual std::map<std::string, std::uintptr_t> raw_streams() const { return {}; }
 };
 
-std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group>, std::shared_ptr<FdExchange>);
+// `poll`: called by callers' threads while they wait; what it throws aborts the group.
+std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group>, std::shared_ptr<FdExchange>, Poll poll);
 
 #ifdef STREAMOVERLAP_WITH_CUDA
 // Slots that the group's layout must have: calls that are captured have slots of their own.

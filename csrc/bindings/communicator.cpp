@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../group/signature.h"
+#include "interrupted.h"
 #include "plan_cache.h"
 
 namespace streamoverlap {
@@ -25,8 +26,9 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
-Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots)
-    : device_(device) {
+Communicator::Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots,
+                           Poll poll)
+    : poll_(std::move(poll)), device_(device) {
   config_.name = std::move(group_name);
   config_.rank = rank;
   config_.world = world;
@@ -35,6 +37,7 @@ Communicator::Communicator(std::string group_name, int rank, int world, double t
 #ifdef STREAMOVERLAP_WITH_CUDA
   if (device_ >= 0) config_.slots = cuda_slots();
 #endif
+  control_ = make_control(config_);
   if (world > 1) exchange_ = std::make_shared<FdExchange>(rank, world);
 }
 
@@ -42,18 +45,21 @@ Communicator::~Communicator() = default;
 
 std::string Communicator::address() const { return exchange_ == nullptr ? "" : exchange_->address(); }
 
-void Communicator::connect(std::vector<std::string> addresses, double timeout_seconds,
-                           [[maybe_unused]] const std::vector<int>& peer_devices,
-                           [[maybe_unused]] AllocateSlots allocate, std::function<void(std::int64_t)> on_growth) {
-  on_growth_ = std::move(on_growth);
-  std::vector<std::shared_ptr<Segment>> controls = {make_control(config_)};
+void Communicator::connect(std::vector<std::string> addresses, double timeout_seconds) {
+  std::vector<std::shared_ptr<Segment>> controls = {control_};
   if (exchange_ != nullptr) {
     exchange_->connect(std::move(addresses));
-    controls = exchange_->share(controls[0], milliseconds(timeout_seconds));
+    controls = exchange_->share(control_, milliseconds(timeout_seconds), poll_);
   }
   group_ = std::make_shared<Group>(config_, std::move(controls));
+}
+
+void Communicator::attach([[maybe_unused]] const std::vector<int>& peer_devices,
+                          [[maybe_unused]] AllocateSlots allocate, std::function<void(std::int64_t)> on_growth) {
+  group();
+  on_growth_ = std::move(on_growth);
   if (device_ < 0) {
-    backend_ = make_host_backend(group_, exchange_);
+    backend_ = make_host_backend(group_, exchange_, poll_);
     return;
   }
 #ifdef STREAMOVERLAP_WITH_CUDA
@@ -103,8 +109,20 @@ std::pair<at::Tensor, Communicator::WorkPointer> Communicator::run_one(Problem p
   return {shared->outputs[0], std::move(work)};
 }
 
+Group& Communicator::group() const {
+  if (group_ != nullptr) return *group_;
+  throw std::runtime_error("the ranks of group '" + config_.name +
+                           "' share no memory; expected a communicator that has been connected");
+}
+
+Backend& Communicator::backend() const {
+  if (backend_ != nullptr) return *backend_;
+  throw std::runtime_error("group '" + config_.name + "' runs serial; expected a communicator that can overlap");
+}
+
 Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec,
                                             const CallOptions& options) {
+  backend();
   group_->check();
   TORCH_CHECK_VALUE(problem->x.device().index() == device_ || device_ < 0, "x is on ", problem->x.device(),
                     "; expected cuda:", device_, ", the device of this group's communicator");
@@ -139,40 +157,47 @@ void Communicator::grow(std::int64_t bytes) {
   try {
     backend_->grow(bytes, group_->timeout());
   } catch (const std::exception& error) {
-    // The others wait for this rank's memory, or have it already and go on without: they must not hang either.
+    // The others wait for this rank's memory, or have it already and go on without: they must not hang either. All
+    // ranks throw the same, the first cause, unless it is this rank's user who wants no more.
     abort("could not set up slots of " + std::to_string(bytes) + " bytes: " + error.what());
-    throw;
+    if (dynamic_cast<const Interrupted*>(&error) != nullptr) throw;
+    throw group_->error();
   }
   if (on_growth_) on_growth_(bytes);
 }
 
 void Communicator::reserve(std::int64_t slot_bytes) {
   const std::lock_guard<std::mutex> lock(order_);
-  if (!backend_->fits(slot_bytes)) grow(slot_bytes);
+  if (!backend().fits(slot_bytes)) grow(slot_bytes);
 }
 
-std::int64_t Communicator::slot_bytes() { return backend_->slot_bytes(); }
+void Communicator::enter_serial(std::uint32_t signature, const std::string& text) {
+  if (!group().described(signature)) group_->describe(signature, text);
+  group_->enter_serial(signature);
+}
 
-void Communicator::set_timeout(double seconds) { group_->set_timeout(milliseconds(seconds)); }
+std::int64_t Communicator::slot_bytes() { return backend().slot_bytes(); }
 
-void Communicator::abort(const std::string& cause) { group_->fail(cause); }
+void Communicator::set_timeout(double seconds) { group().set_timeout(milliseconds(seconds)); }
 
-void Communicator::set_report_path(const std::string& path) { group_->set_report_path(path); }
+void Communicator::abort(const std::string& cause) { group().fail(cause); }
+
+void Communicator::set_report_path(const std::string& path) { group().set_report_path(path); }
 
 void Communicator::finish(double seconds) {
   const auto deadline = std::chrono::steady_clock::now() + milliseconds(seconds);
-  while (!group_->aborted() && !backend_->is_idle()) {
+  while (!group().aborted() && !backend().is_idle()) {
     if (std::chrono::steady_clock::now() > deadline) return abort("its process ended with calls in flight");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
-void Communicator::check() { group_->check(); }
+void Communicator::check() { group().check(); }
 
 void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) {
-  backend_->set_before_op(std::move(hook));
+  backend().set_before_op(std::move(hook));
 }
 
-std::map<std::string, std::uintptr_t> Communicator::raw_streams() const { return backend_->raw_streams(); }
+std::map<std::string, std::uintptr_t> Communicator::raw_streams() { return backend().raw_streams(); }
 
 }  // namespace streamoverlap

@@ -15,6 +15,7 @@
 
 #include "../group/fd_exchange.h"
 #include "../group/group.h"
+#include "../group/poll.h"
 #include "backend.h"
 #include "problem.h"
 #include "work.h"
@@ -23,16 +24,19 @@ namespace streamoverlap {
 
 class Communicator {
  public:
-  // device: a CUDA ordinal, or -1 for the CPU.
-  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots);
+  // device: a CUDA ordinal, or -1 for the CPU. `poll`: called by callers' threads while they wait; it may throw
+  // Interrupted.
+  Communicator(std::string group_name, int rank, int world, double timeout_seconds, int device, int slots, Poll poll);
   ~Communicator();
 
-  // Set-up, collective: every rank's address goes to every rank, then all connect. Of CUDA devices alone:
-  // `peer_devices` are ordinals in this process, `allocate` gives symmetric memory (collective). `on_growth` is told
-  // the bytes of a slot whenever slots have grown.
+  // Set-up, collective: every rank's address goes to every rank, then all connect; flags, aborts and serial calls work
+  // from then on. Then they attach, which makes what plans run on. Of CUDA devices alone: `peer_devices` are ordinals
+  // in this process, `allocate` gives symmetric memory (collective). `on_growth` is told the bytes of a slot whenever
+  // slots have grown.
   std::string address() const;
-  void connect(std::vector<std::string> addresses, double timeout_seconds, const std::vector<int>& peer_devices,
-               AllocateSlots allocate, std::function<void(std::int64_t)> on_growth);
+  void connect(std::vector<std::string> addresses, double timeout_seconds);
+  void attach(const std::vector<int>& peer_devices, AllocateSlots allocate,
+              std::function<void(std::int64_t)> on_growth);
 
   // The Work is null unless options.async.
   using WorkPointer = std::shared_ptr<Work>;
@@ -49,6 +53,9 @@ class Communicator {
   std::pair<at::Tensor, WorkPointer> all_reduce(const at::Tensor& x, const plan::Spec& spec,
                                                 const CallOptions& options);
 
+  // A call by the group's own collective begins: throws where a peer makes another one, or the group has failed.
+  void enter_serial(std::uint32_t signature, const std::string& text);
+
   // Collective: slots of at least this many bytes.
   void reserve(std::int64_t slot_bytes);
   std::int64_t slot_bytes();
@@ -60,20 +67,24 @@ class Communicator {
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
   // As of Group, for errors.
-  std::string report(std::chrono::milliseconds wait) const { return group_->report(wait); }
-  bool first_to_ask() { return group_->first_to_ask(); }
-  std::map<std::string, std::uintptr_t> raw_streams() const;
+  std::string report(std::chrono::milliseconds wait) const { return group().report(wait); }
+  bool first_to_ask() { return group().first_to_ask(); }
+  std::map<std::string, std::uintptr_t> raw_streams();
 
  private:
+  Group& group() const;
+  Backend& backend() const;
   WorkPointer run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec, const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> run_one(Problem problem, const plan::Spec& spec, const CallOptions& options);
   void grow(std::int64_t bytes);
 
   GroupConfig config_;
+  Poll poll_;
   int device_;
   std::shared_ptr<FdExchange> exchange_;  // none in a group of one
-  std::shared_ptr<Group> group_;          // from connect() on
-  std::unique_ptr<Backend> backend_;
+  std::shared_ptr<Segment> control_;
+  std::shared_ptr<Group> group_;      // from connect() on
+  std::unique_ptr<Backend> backend_;  // from attach() on
   std::function<void(std::int64_t)> on_growth_;
   std::mutex order_;  // of calls, and of growth among them
 };

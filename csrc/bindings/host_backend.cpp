@@ -32,18 +32,24 @@ class HostCall : public InFlight {
 class HostBackend : public Backend {
  public:
   // `exchange`: none in a group of one.
-  HostBackend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange)
+  HostBackend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange, Poll poll)
       : group_(std::move(group)),
         exchange_(std::move(exchange)),
+        poll_(std::move(poll)),
         streams_(host::StreamSet::make()),
-        executor_(group_) {}
+        executor_(group_, poll_) {}
 
   std::int64_t slot_bytes() const override { return executor_.slot_bytes(); }
   bool fits(std::int64_t slot_bytes) const override { return slot_bytes <= executor_.slot_bytes(); }
 
   void grow(std::int64_t slot_bytes, std::chrono::milliseconds timeout) override {
     auto own = Segment::create(static_cast<std::size_t>(slot_bytes) * group_->layout().slots());
-    auto segments = exchange_ == nullptr ? std::vector<std::shared_ptr<Segment>>{own} : exchange_->share(own, timeout);
+    const Poll poll = [this] {
+      poll_();
+      group_->check();
+    };
+    auto segments =
+        exchange_ == nullptr ? std::vector<std::shared_ptr<Segment>>{own} : exchange_->share(own, timeout, poll);
     executor_.use_slots(std::move(segments), slot_bytes);
   }
 
@@ -69,14 +75,16 @@ class HostBackend : public Backend {
  private:
   std::shared_ptr<Group> group_;
   std::shared_ptr<FdExchange> exchange_;
+  Poll poll_;
   host::StreamSet streams_;
   host::Executor executor_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange) {
-  return std::make_unique<HostBackend>(std::move(group), std::move(exchange));
+std::unique_ptr<Backend> make_host_backend(std::shared_ptr<Group> group, std::shared_ptr<FdExchange> exchange,
+                                           Poll poll) {
+  return std::make_unique<HostBackend>(std::move(group), std::move(exchange), std::move(poll));
 }
 
 }  // namespace streamoverlap

@@ -23,12 +23,36 @@ std::string label(const char* argument, std::size_t index, std::size_t count) {
   return count == 1 ? argument : std::string(argument) + "[" + std::to_string(index) + "]";
 }
 
+// Tensors whose memory, if they have any, is not what their sizes say: operators on them go elsewhere.
+constexpr c10::DispatchKeySet kWrappers({
+    c10::DispatchKey::Python,
+    c10::DispatchKey::FuncTorchGradWrapper,
+    c10::DispatchKey::FuncTorchBatched,
+    c10::DispatchKey::Functionalize,
+    c10::DispatchKey::NestedTensor,
+    c10::DispatchKey::ZeroTensor,
+});
+
+void check_memory(const at::Tensor& tensor, const std::string& argument) {
+  const std::size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                              tensor.storage_offset());
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.storage().nbytes() >= needed, argument, " needs ", needed,
+                    " bytes but its storage has ", tensor.storage().nbytes(), "; expected one that is large enough");
+  TORCH_CHECK_TYPE(!tensor._fw_grad(0).defined(), argument,
+                   " has a forward-mode gradient, which this function would drop; expected a tensor without");
+}
+
 void check_tensor(const at::Tensor& tensor, const std::string& argument) {
+  TORCH_CHECK_TYPE(
+      !tensor.key_set().has_any(kWrappers), argument,
+      " is a tensor that wraps or stands for others (such as a DTensor, a FakeTensor, a nested tensor, or "
+      "any under torch.func); expected a plain tensor with memory of its own (of a DTensor its to_local())");
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, argument, " has layout ", tensor.layout(),
                    "; expected a dense (strided) tensor");
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
                    argument, " has dtype ", dtype_name(tensor), "; expected float32, float64, bfloat16 or float16");
+  check_memory(tensor, argument);
   TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()), argument,
               " requires grad, but this function records no gradient; expected a detached tensor or a call under "
               "torch.no_grad()");

@@ -1,11 +1,15 @@
 #include <pybind11/functional.h>
 #include <torch/extension.h>
+#include <unistd.h>
+
 
 #include <chrono>
 #include <cmath>
 #include <optional>
 
+#include "../group/signature.h"
 #include "communicator.h"
+#include "interrupted.h"
 #include "modules.h"
 #include "test_hook.h"
 #ifdef STREAMOVERLAP_WITH_CUDA
@@ -42,18 +46,39 @@ auto released(Result (Self::*method)(Args...)) {
       return (self.*method)(std::forward<Args>(args)...);
     } catch (const AbortError& error) {
       raise(error, self);
+    } catch (const Interrupted& interrupted) {
+      throw py::error_already_set(*static_cast<py::error_already_set*>(interrupted.error.get()));
     }
   });
 }
 
+// Python's handlers of signals run in its main thread, when that asks.
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw Interrupted(std::make_shared<py::error_already_set>());
+}
+
 // Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its
-// end, which waits for both, must not hold it.
+// end, which waits for both, must not hold it. A forked child has none of its threads to wait for, and no part in the
+// group: there the memory is left alone.
 std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, double timeout, int device, int slots) {
-  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots), [](Communicator* communicator) {
+  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots, check_signals),
+          [maker = getpid()](Communicator* communicator) {
+            if (getpid() != maker) return;
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check()) no_gil.emplace();
             delete communicator;
           }};
+}
+
+// What identifies a serial call: its signature, and a text for messages.
+std::pair<std::uint32_t, std::string> serial_call(plan::Operation operation, const Problem& problem, int world) {
+  plan::Spec spec;
+  spec.operation = operation;
+  spec.world = world;
+  spec.chunks = 0;  // as no plan has
+  return {signature(spec, problem.shape_key()),
+          std::string("serial ") + plan::name(operation) + " on " + problem.description()};
 }
 
 // allocate(bytes) returns (owner, address by rank); both callable and owner are let go with the GIL held.
@@ -106,21 +131,23 @@ void register_communicator(py::module_& m) {
       .def(py::init(&make), py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
            py::arg("device") = -1, py::arg("slots") = 2)
       .def("address", &Communicator::address)
+      .def("connect", released(&Communicator::connect), py::arg("addresses"), py::arg("timeout"))
       .def(
-          "connect",
-          [](Communicator& self, std::vector<std::string> addresses, double timeout, const std::vector<int>& devices,
-             const py::object& allocate, std::function<void(std::int64_t)> on_growth) {
+          "attach",
+          [](Communicator& self, const std::vector<int>& devices, const py::object& allocate,
+             std::function<void(std::int64_t)> on_growth) {
             AllocateSlots allocate_slots = from_python(allocate);
             const py::gil_scoped_release no_gil;
-            self.connect(std::move(addresses), timeout, devices, std::move(allocate_slots), std::move(on_growth));
+            self.attach(devices, std::move(allocate_slots), std::move(on_growth));
           },
-          py::arg("addresses"), py::arg("timeout"), py::arg("peer_devices") = std::vector<int>{},
-          py::arg("allocate") = py::none(), py::arg("on_growth") = py::none())
+          py::arg("peer_devices") = std::vector<int>{}, py::arg("allocate") = py::none(),
+          py::arg("on_growth") = py::none())
       .def("all_gather_gemm", released(&Communicator::all_gather_gemm))
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
       .def("all_reduce", released(&Communicator::all_reduce))
+      .def("enter_serial", released(&Communicator::enter_serial), py::arg("signature"), py::arg("text"))
       .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))
       .def("slot_bytes", released(&Communicator::slot_bytes))
       .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
@@ -147,20 +174,28 @@ void register_communicator(py::module_& m) {
   m.attr("WITH_CUDA") = false;
 #endif
 
-  // The same checks for calls that do not reach an executor: `serial`, by the group's own collective.
-  m.def("validate_all_gather_gemm",
-        torch::wrap_pybind_function([](const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
-                                       int world) { all_gather_gemm_problem(x, weights, biases, false, world); }));
+  // The same checks for calls that do not reach an executor: `serial`, by the group's own collective. They return what
+  // enter_serial takes.
+  m.def("validate_all_gather_gemm", torch::wrap_pybind_function([](const at::Tensor& x, const Tensors& weights,
+                                                                   const OptionalTensors& biases, int world) {
+          return serial_call(plan::Operation::AllGatherGemm, all_gather_gemm_problem(x, weights, biases, false, world),
+                             world);
+        }));
   m.def("validate_gemm_reduce_scatter",
-        torch::wrap_pybind_function([](const at::Tensor& x, const at::Tensor& weight,
-                                       const std::optional<at::Tensor>& bias,
-                                       int world) { gemm_reduce_scatter_problem(x, weight, bias, world); }));
-  m.def("validate_all_gather",
-        torch::wrap_pybind_function([](const at::Tensor& x, int world) { all_gather_problem(x, world); }));
-  m.def("validate_reduce_scatter",
-        torch::wrap_pybind_function([](const at::Tensor& x, int world) { reduce_scatter_problem(x, world); }));
-  m.def("validate_all_reduce",
-        torch::wrap_pybind_function([](const at::Tensor& x, int world) { all_reduce_problem(x, world); }));
+        torch::wrap_pybind_function(
+            [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int world) {
+              return serial_call(plan::Operation::GemmReduceScatter,
+                                 gemm_reduce_scatter_problem(x, weight, bias, world), world);
+            }));
+  m.def("validate_all_gather", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
+          return serial_call(plan::Operation::AllGather, all_gather_problem(x, world), world);
+        }));
+  m.def("validate_reduce_scatter", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
+          return serial_call(plan::Operation::ReduceScatter, reduce_scatter_problem(x, world), world);
+        }));
+  m.def("validate_all_reduce", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
+          return serial_call(plan::Operation::AllReduce, all_reduce_problem(x, world), world);
+        }));
 }
 
 }  // namespace streamoverlap

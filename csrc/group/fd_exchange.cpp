@@ -123,8 +123,8 @@ void FdExchange::connect(std::vector<std::string> addresses) {
   }
 }
 
-std::vector<std::shared_ptr<Segment>> FdExchange::share(std::shared_ptr<Segment> own,
-                                                        std::chrono::milliseconds timeout) {
+std::vector<std::shared_ptr<Segment>> FdExchange::share(std::shared_ptr<Segment> own, std::chrono::milliseconds timeout,
+                                                        const Poll& poll) {
   if (addresses_.empty()) throw std::logic_error("FdExchange::share: connect() has not been called");
   const Deadline deadline = Clock::now() + timeout;
   ++generation_;
@@ -145,7 +145,8 @@ std::vector<std::shared_ptr<Segment>> FdExchange::share(std::shared_ptr<Segment>
           std::to_string(timeout.count()) + " ms" +
           (refused_ ? "; refused " + std::to_string(refused_) + " connection(s) of strangers" : ""));
     }
-    accept_and_receive(static_cast<int>(std::min<long long>(left, 1000)));
+    if (poll) poll();
+    accept_and_receive(static_cast<int>(std::min<long long>(left, kPollInterval.count())));
   }
   for (int peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "poll.h"
 #include "segment.h"
 
 namespace streamoverlap {
@@ -24,8 +25,9 @@ class FdExchange {
   void connect(std::vector<std::string> addresses);
 
   // Collective. Gives `own` to all peers and returns the segments of all ranks, in rank order. Throws
-  // std::runtime_error naming the peers and the cause when it is not complete after `timeout`.
-  std::vector<std::shared_ptr<Segment>> share(std::shared_ptr<Segment> own, std::chrono::milliseconds timeout);
+  // std::runtime_error naming the peers and the cause when it is not complete after `timeout`, and what `poll` throws.
+  std::vector<std::shared_ptr<Segment>> share(std::shared_ptr<Segment> own, std::chrono::milliseconds timeout,
+                                              const Poll& poll = {});
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;

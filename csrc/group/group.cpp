@@ -181,6 +181,22 @@ std::string Group::report(std::chrono::milliseconds wait) const {
   return report_;
 }
 
+void Group::enter_serial(std::uint32_t signature) {
+  check();
+  const std::uint64_t number = ++serial_calls_;
+  const auto word = [this, number](int rank) -> LongWord& {
+    return control(rank).head().serial[number % kSerialCalls];
+  };
+  // Sequentially consistent, as are the loads: of two ranks that write, then read, one at least sees the other's word.
+  word(rank()).store(number << 32 | signature);
+  for (int peer = 0; peer < world(); ++peer) {
+    const std::uint64_t theirs = word(peer).load();
+    if (theirs >> 32 != number || static_cast<std::uint32_t>(theirs) == signature) continue;
+    abort_mismatch(peer, signature, static_cast<std::uint32_t>(theirs));
+    throw error(signature);
+  }
+}
+
 void Group::on_abort(std::function<bool()> release) { watchdog_->on_abort(std::move(release)); }
 
 }  // namespace streamoverlap

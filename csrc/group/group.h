@@ -77,6 +77,10 @@ class Group {
   AbortError error(std::uint32_t own_signature = 0) const;  // only after an abort
   void check() const;                                       // throws error() if aborted
 
+  // A call by the group's own collective begins. Of two ranks whose calls of one number differ, the later one throws
+  // here, before it sends anything; the other, which may wait for it already, sees the abort word.
+  void enter_serial(std::uint32_t signature);
+
   // The watchdog calls `release` every few milliseconds after an abort until it returns true: all calls have ended.
   // It must call nothing of CUDA and take no lock that a blocked call holds. An empty function takes it away.
   void on_abort(std::function<bool()> release);
@@ -102,6 +106,7 @@ class Group {
   mutable std::condition_variable reported_;
   std::string report_path_, report_;
   std::atomic<bool> asked_{false};
+  std::atomic<std::uint32_t> serial_calls_{0};
   std::unique_ptr<Watchdog> watchdog_;  // last: its thread uses all of the above
 };
 

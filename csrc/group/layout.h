@@ -36,6 +36,11 @@ inline constexpr std::uint32_t kSeen = 1;
 inline constexpr std::uint32_t kReceived = 2;
 inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 
+// Calls by the group's own collective (serial) carry no flags: a rank tells which it makes in a word of these, call n
+// in word n % kSerialCalls: n in the upper half, its signature in the lower. Ranks that are further apart than that do
+// not compare.
+inline constexpr int kSerialCalls = 256;
+
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
 
 enum class AbortKind : std::uint32_t { PeerTimeout = 1, Mismatch = 2, Aborted = 3 };
@@ -73,6 +78,8 @@ struct ControlHead {
   alignas(kCacheLine) LongWord heartbeat;  // the watchdog's polls
   LongWord issued;                         // calls issued by the host
   Word state;                              // State
+
+  alignas(kCacheLine) LongWord serial[kSerialCalls];
 
   alignas(kCacheLine) Word abort;  // used in rank 0's segment alone
   AbortRecord record;

@@ -5,17 +5,42 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 
+#include "memory.h"
+
 namespace streamoverlap {
 namespace {
 
+// Memory is taken in steps, and only while there is more left than this: several ranks take theirs at once, and where
+// it runs out the kernel kills processes.
+constexpr std::size_t kStep = 64 << 20;
+constexpr std::size_t kLeftForOthers = 256 << 20;
+
 [[noreturn]] void fail(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
+}
+
+void expect_available(std::size_t bytes, const std::string& what) {
+  const std::uint64_t available = available_memory();
+  if (bytes + kLeftForOthers <= available) return;
+  fail(ENOMEM, what + ": the machine, or this process' cgroup, has " + std::to_string(available) + " left, of which " +
+                   std::to_string(kLeftForOthers) + " are not taken");
+}
+
+void reserve(int fd, std::size_t bytes, const std::string& what) {
+  if (bytes >= kStep) expect_available(bytes, what);
+  for (std::size_t begin = 0; begin < bytes; begin += kStep) {
+    const std::size_t step = std::min(kStep, bytes - begin);
+    if (begin > 0) expect_available(step, what);
+    if (const int error = posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(step))) fail(error, what);
+  }
 }
 
 }  // namespace
@@ -37,7 +62,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   const std::string what = "reserving " + std::to_string(bytes) + " bytes of shared memory";
   Fd fd(memfd_create("streamoverlap", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail(errno, what + ": memfd_create");
-  if (const int error = posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) fail(error, what);
+  reserve(fd.get(), bytes, what);
   // A peer cannot cut the file short under our mapping.
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail(errno, what + ": F_ADD_SEALS");
   std::shared_ptr<Segment> segment(new Segment(fd, bytes));

@@ -5,6 +5,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "../group/poll.h"
+
 namespace streamoverlap::host {
 
 class Event {
@@ -17,6 +19,14 @@ class Event {
   void wait() const {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
+  }
+  void wait(const Poll& poll) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, kPollInterval, [this] { return reached_; })) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
   }
   // False: not reached by then.
   bool wait_until(std::chrono::steady_clock::time_point deadline) const {

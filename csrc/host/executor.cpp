@@ -7,7 +7,8 @@
 
 namespace streamoverlap::host {
 
-Executor::Executor(std::shared_ptr<Group> group) : group_(std::move(group)), slots_(group_->layout().slots()) {}
+Executor::Executor(std::shared_ptr<Group> group, Poll poll)
+    : group_(std::move(group)), poll_(std::move(poll)), slots_(group_->layout().slots()) {}
 
 Executor::~Executor() {
   for (const Slot& slot : slots_) {
@@ -62,6 +63,17 @@ void Executor::validate(const Call& call) const {
   }
 }
 
+void Executor::wait_for(const Slot& slot, std::uint32_t signature) const {
+  if (!slot.ended) return;
+  if (!poll_) return slot.ended->wait();
+  try {
+    slot.ended->wait(poll_);
+  } catch (const std::exception& error) {
+    group_->fail(error.what(), signature);  // this call is not made here, while peers wait for it
+    throw;
+  }
+}
+
 std::shared_ptr<Pending> Executor::issue(const Call& call, std::shared_ptr<Compute> compute, const StreamSet& streams,
                                          std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(issue_);
@@ -73,7 +85,7 @@ std::shared_ptr<Pending> Executor::issue(const Call& call, std::shared_ptr<Compu
   const int index = static_cast<int>(number % slots_.size());
   Slot& slot = slots_[index];
   group_->own().head().issued.store(calls_, std::memory_order_relaxed);
-  if (slot.ended) slot.ended->wait();
+  wait_for(slot, call.signature);
   group_->check();
 
   const auto scratch_bytes = static_cast<std::size_t>(call.scratch_bytes());
@@ -86,6 +98,7 @@ std::shared_ptr<Pending> Executor::issue(const Call& call, std::shared_ptr<Compu
   config.memory = memory_;
   config.scratch = slot.scratch.data();
   config.before_op = before_op_;
+  config.poll = poll_;
   config.number = number;
   config.slot = index;
   auto pending = std::make_shared<Pending>(call, std::move(config));

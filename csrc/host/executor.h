@@ -19,7 +19,8 @@ namespace streamoverlap::host {
 
 class Executor {
  public:
-  explicit Executor(std::shared_ptr<Group> group);
+  // `poll`: called by the threads of callers while they wait. What it throws aborts the group.
+  explicit Executor(std::shared_ptr<Group> group, Poll poll = {});
   ~Executor();  // waits for calls in flight
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -49,7 +50,10 @@ class Executor {
 
   void validate(const Call& call) const;
 
+  void wait_for(const Slot& slot, std::uint32_t signature) const;
+
   std::shared_ptr<Group> group_;
+  const Poll poll_;
   mutable std::mutex issue_;  // the order of calls
   std::uint64_t calls_ = 0;
   std::vector<Slot> slots_;

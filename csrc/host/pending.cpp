@@ -87,7 +87,10 @@ void Pending::run(const Ops& ops) {
 
 void Pending::run(const Op& op) {
   if (op.kind == Kind::Record) return events_[op.event].record();
-  if (op.kind == Kind::Wait) return events_[op.event].wait();
+  if (op.kind == Kind::Wait) {
+    const bool polls = op.stream == plan::kMain && config_.poll;
+    return polls ? events_[op.event].wait(config_.poll) : events_[op.event].wait();
+  }
   if (group_.aborted()) return fail(nullptr);
   if (op.kind == Kind::Notify) return notify(op.flag);
   if (op.kind != Kind::Await) return run_data(op);

@@ -41,6 +41,7 @@ struct PendingConfig {
   std::shared_ptr<const SlotMemory> memory;
   std::byte* scratch = nullptr;
   BeforeOp before_op;
+  Poll poll;                 // of main, the calling thread, while it waits; may be empty
   std::uint64_t number = 0;  // of the call
   int slot = 0;
 };

@@ -30,6 +30,7 @@ class Processes {
   }
 
   void check(std::vector<Fault>& faults) const {
+    for (const int await : never_set_) report({await}, "on a flag that nobody sets", faults);
     report(cycle(with_peers(local_)), "with streams independent", faults);
     Edges queued(steps_.size());
     for (std::size_t process = 0; process + 1 < first_.size(); ++process) {
@@ -75,8 +76,12 @@ class Processes {
     notify_of_.assign(steps_.size(), -1);
     for (const auto& [key, use] : uses) {
       const std::size_t free = key.second.kind == FlagKind::Empty ? 1 : 0;
-      for (std::size_t k = free; k < use.second.size() && k - free < use.first.size(); ++k) {
-        notify_of_[use.second[k]] = use.first[k - free];
+      for (std::size_t k = free; k < use.second.size(); ++k) {
+        if (k - free < use.first.size()) {
+          notify_of_[use.second[k]] = use.first[k - free];
+        } else {
+          never_set_.push_back(use.second[k]);
+        }
       }
     }
   }
@@ -163,6 +168,7 @@ class Processes {
   std::vector<int> first_;  // node of each process, and one past the last
   Edges local_;
   std::vector<int> notify_of_;  // by node: what releases this Await, -1 where nothing need or can
+  std::vector<int> never_set_;  // Awaits whose Notify is in no call that its setter makes
 };
 
 }  // namespace
@@ -194,7 +200,8 @@ std::vector<Fault> check_groups(const std::vector<GroupCall>& calls, std::vector
   for (int process = 0; process < processes; ++process) {
     for (const int call : orders[process]) {
       const bool known = call >= 0 && call < static_cast<int>(calls.size()) &&
-                         std::count(calls[call].members.begin(), calls[call].members.end(), process) == 1;
+                         std::count(calls[call].members.begin(), calls[call].members.end(), process) == 1 &&
+                         std::count(orders[process].begin(), orders[process].end(), call) == 1;
       if (known) continue;
       throw std::invalid_argument("orders[" + std::to_string(process) + "] has call " + std::to_string(call) +
                                   "; expected calls that process " + std::to_string(process) + " is a member of, once");

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import streamoverlap as so
+from streamoverlap._C import MAX_WORLD
 from streamoverlap.cli import demo_rank
 from streamoverlap.cli.demo_rank import Outcome
 from streamoverlap.cli.mlp import DTYPES, Problem
@@ -91,6 +92,8 @@ def _problem(args: argparse.Namespace) -> Problem:
     if device == "cuda" and gpus == 0:
         raise UsageError("streamoverlap demo: --device is cuda but torch finds no GPU; expected --device cpu here")
     world = args.world or (_CPU_WORLD if device == "cpu" else gpus)
+    if world > MAX_WORLD:
+        raise UsageError(f"streamoverlap demo: --world is {world}; expected at most {MAX_WORLD}")
     if device == "cuda" and world > gpus:
         raise UsageError(f"streamoverlap demo: --world is {world}; expected at most {gpus}, one rank a GPU")
     tokens, hidden, ffn, dtype = _SIZES[device]
