@@ -78,13 +78,21 @@ class Call:
         follow = self._follow if self._device.type == "cpu" else self._follow_on(work.stream())
         return Work(work, lambda: result, follow)
 
-    def serial(self, start: Callable[[], Started], inputs: Sequence[Tensor | None]) -> Any:
-        """The same for a serial call; `start` issues its collective."""
+    def serial(self, start: Callable[[], Started], fail: Callable[[Exception], None], inputs: Sequence[Any]) -> Any:
+        """The same for a serial call; `start` issues its collective, `fail` is told why that was not done."""
+
+        def begin() -> Started:
+            try:
+                return start()
+            except Exception as error:
+                fail(error)
+                raise
+
         if not self.async_op:
-            return start().complete()
+            return begin().complete()
         if self._device.type == "cuda":
-            return self._serial_on_stream(lambda: start().complete(), inputs)
-        wait, finish = start()
+            return self._serial_on_stream(lambda: begin().complete(), inputs)
+        wait, finish = begin()
         return self._follow.run(_Before(wait), finish)
 
     def _serial_on_stream(self, function: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Work:

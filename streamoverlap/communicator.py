@@ -10,9 +10,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,22 @@ _set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.
 # To be closed before the interpreter ends: their threads let go of tensors.
 _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
+
+
+def _one_call(method: Callable) -> Callable:
+    """A method that makes one call: after Ctrl-C in it nobody knows whether the peers have it, so the group fails."""
+
+    @wraps(method)
+    def call(self: Communicator, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._fail_with(interrupt)
+            raise
+
+    return call
 
 
 class Communicator:
@@ -126,6 +142,7 @@ class Communicator:
         with _set_up_lock(group, device_type):
             return _cache.get(group, {}).get(device_type) or cls(group, device=device_type)
 
+    @_one_call
     def all_gather_gemm(
         self,
         x: Tensor,
@@ -148,8 +165,9 @@ class Communicator:
             wait, finish = serial.all_gather_gemm(x, weights, every_bias, on)
             return serial.Started(wait, finish if return_gathered else lambda: (finish()[0], None))
 
-        return call.serial(start, [x, *weights, *every_bias])
+        return call.serial(start, self._fail_with, [x, *weights, *every_bias])
 
+    @_one_call
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
@@ -158,7 +176,8 @@ class Communicator:
             spec = _spec("gemm_reduce_scatter", call.plan, self.world)
             return call.finish(*call.impl.gemm_reduce_scatter(x, weight, bias, spec, call.options))
         on = self._enter_serial(_C.validate_gemm_reduce_scatter(x, weight, bias, self.world), call)
-        return call.serial(partial(serial.gemm_reduce_scatter, x, weight, bias, on), [x, weight, bias])
+        start = partial(serial.gemm_reduce_scatter, x, weight, bias, on)
+        return call.serial(start, self._fail_with, [x, weight, bias])
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_gather", x, plan, **options)
@@ -169,6 +188,7 @@ class Communicator:
     def all_reduce(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_reduce", x, plan, **options)
 
+    @_one_call
     def _exchange(
         self, operation: str, x: Tensor, plan: PlanSpec | None, copy_input: bool = False, **options: Any
     ) -> Tensor | Work:
@@ -180,7 +200,7 @@ class Communicator:
         on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, self.world), call)
         if copy_input and call.async_op:
             x = x.clone()
-        return call.serial(partial(getattr(serial, operation), x, on), [x])
+        return call.serial(partial(getattr(serial, operation), x, on), self._fail_with, [x])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -224,8 +244,6 @@ class Communicator:
     def abort(self, reason: str = "abort was called") -> None:
         """Ends the communicator on all ranks: what is in flight, and every later call, raises `CommunicatorError`.
 
-        Results of calls in flight are withheld. Where the group runs serial this rank alone ends it.
-        """
         Results of calls in flight are withheld. Where ranks share no memory this rank alone ends it.
         """
         impl = self._open()
@@ -273,10 +291,12 @@ class Communicator:
 
     def _enter_serial(self, identity: tuple[int, str], call: Call) -> serial.Collectives:
         """Agrees with the peers on the call, in shared memory if there is any, else by a message."""
-        on = serial.Collectives(self.group, call.timeout or self._timeout, self._check, self._fail)
+        on = serial.Collectives(self.group, lambda: call.timeout or self._timeout, self._check, self._fail, None)
+        on_cpu = self.device_type == "cpu"
         if self._connected:
-            self._impl.enter_serial(*identity)
-        elif self.device_type == "cpu":
+            number = self._impl.enter_serial(*identity, call.timeout if on_cpu else None)
+            return on._replace(watch=_Watch(self._impl, number))
+        if on_cpu:
             serial.agree(identity, next(self._serial_calls), on)
         return on
 
@@ -294,6 +314,17 @@ class Communicator:
             self._impl.abort(str(error))
         elif self._error is None:
             self._error = error
+
+    def _fail_with(self, cause: BaseException) -> None:
+        """This rank's part of a call that peers make was not done."""
+        if isinstance(cause, CommunicatorError) or self._process != os.getpid() or self._impl is None:
+            return
+        told = f"{type(cause).__name__} {cause}".splitlines()[0].strip()
+        if self._connected:
+            self._impl.abort(told)
+        elif self._error is None:
+            text = f"group '{self.name}' cannot be used any more: this rank failed in a call: {told}"
+            self._error = CommunicatorError(text, self.name, peer=self.rank)
 
     def _here(self) -> Communicator:
         if os.getpid() != self._process:
@@ -326,10 +357,8 @@ class Communicator:
 
     def _set_up(self, slots: int) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
-        # What fails before ranks have met is told to all by the hello.
-        error = attempt(lambda: self._make(slots))
-        address = self._impl.address() if self._impl is not None else ""
-        hello = {"error": error, "host": host_id(), "address": address, "gpu": gpu_uuid(self.device)}
+        hello: dict[str, Any] = {}
+        hello["error"] = attempt(lambda: hello.update(self._make(slots)))
         meeting = Meeting(self.group, f"streamoverlap/{self.device_type}", hello, self._timeout)
         ranks = meeting.hellos
         if (failure := first_error(entry["error"] for entry in ranks)) is not None:
@@ -357,9 +386,11 @@ class Communicator:
             self._connected = True
         return None
 
-    def _make(self, slots: int) -> None:
+    def _make(self, slots: int) -> dict[str, str]:
+        """This rank's part alone; returns what it tells the others."""
         index = self.device.index if _C.WITH_CUDA and self.device_type == "cuda" else -1
         self._impl = _C.Communicator(self.name, self.rank, self.world, self._timeout, index, slots)
+        return {"host": host_id(), "address": self._impl.address(), "gpu": gpu_uuid(self.device)}
 
     def _attach(self, ranks: list[dict]) -> None:
         if self.device_type == "cuda" and not _C.WITH_CUDA:
@@ -379,6 +410,19 @@ class Communicator:
         return [mine[entry["gpu"]] for entry in ranks], partial(
             _allocate, itertools.count(), self._prefix, self._group, weakref.ref(self)
         )
+
+
+class _Watch(NamedTuple):
+    """Of a serial call by number; see `serial.Watch`."""
+
+    impl: _C.Communicator
+    number: int
+
+    def failed(self, cause: str) -> None:
+        self.impl.fail_serial(self.number, cause)
+
+    def leave(self) -> None:
+        self.impl.leave_serial(self.number)
 
 
 def _log_growth(name: str, size: int) -> None:
@@ -412,6 +456,7 @@ def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = Fals
 def _end_all() -> None:
     for communicator in list(_open_ones):
         communicator._end()
+    _C.wait_until_outside(_EXIT_WAIT)  # what other threads were in has been aborted
 
 
 def _set_up_lock(group: dist.ProcessGroup, device_type: str) -> threading.RLock:

@@ -38,7 +38,7 @@ class Meeting:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         if self._world == 1:
-            self.hellos = [hello]
+            self.session, self.hellos = "", [hello]
             return
         self._store = dist.PrefixStore(prefix, group.get_group_store())
         self.session, self.hellos = self._tell_if_store_fails(lambda: self._meet(hello))
@@ -61,7 +61,7 @@ class Meeting:
             if self._rank == 0:
                 self._answer_all()
             wait_for(self._store, [answer], self.left)
-        except RuntimeError:
+        except BaseException:
             self._store.delete_key(own)  # or the next set-up would meet who is not there any more
             raise
         session, hellos = json.loads(self._store.get(answer))
@@ -88,8 +88,8 @@ class Meeting:
             return step()
         except RuntimeError as failure:  # of which torch's DistError is one
             raise RuntimeError(
-                f"could not set up the communicator of group '{self._name}': not all of its {self._world} "
-                f"ranks made one within {self._timeout:g} s, or the store is gone ({failure})"
+                f"could not set up the communicator of group '{self._name}': not all of its {self._world} ranks took "
+                f"part within the timeout of {self._timeout:g} s, or the store is gone ({failure})"
             ) from failure
 
 
@@ -97,8 +97,8 @@ def attempt(step: Callable[[], None]) -> tuple[float, str] | None:
     """When and why `step` failed, to be told to all ranks; None if it did not."""
     try:
         step()
-    except (RuntimeError, ValueError, OSError) as failure:
-        return time.time(), str(failure)
+    except Exception as failure:
+        return time.time(), str(failure) or type(failure).__name__
     return None
 
 

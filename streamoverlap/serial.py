@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _POLL = 0.05  # seconds
+_WATCH_GRACE = 2.0  # seconds after which the watchdog has found out whom to blame
 _HEADER = 256  # bytes
 
 
@@ -41,20 +41,27 @@ class Started(NamedTuple):
         return self.finish()
 
 
+class Watch(Protocol):
+    """Watches one serial call in shared memory: aborts the group and names the peer to blame, for `check` to raise."""
+
+    def failed(self, cause: str) -> None: ...
+    def leave(self) -> None: ...
+
+
 class Collectives(NamedTuple):
-    """A group's own collectives, bounded by a timeout in seconds, of a group that may fail at any time."""
+    """A group's own collectives, for one call of a group that may fail at any time."""
 
     group: dist.ProcessGroup
-    timeout: float
+    timeout: Callable[[], float]  # seconds; may change meanwhile
     check: Callable[[], None]  # raises if the group has failed
-    failed: Callable[[CommunicatorError], None]  # is told what this rank raises: no further call is in step with peers
+    fail: Callable[[CommunicatorError], None]  # is told what this rank raises: no further call is in step with peers
+    watch: Watch | None  # None where ranks share no memory
 
     def start(self, collective: Callable, output: Tensor, x: Tensor) -> Started:
         if not output.numel():
-            return Started(lambda: None, lambda: output)
+            return Started(self._leave, lambda: output)
         begin = time.monotonic()
-        with self._failures_told(begin):
-            work = collective(output, x.contiguous(), group=self.group, async_op=True)
+        work = collective(output, x.contiguous(), group=self.group, async_op=True)
         if x.device.type == "cuda":  # NCCL's own watchdog bounds it
             return Started(work.wait, lambda: output)
         return Started(partial(self._wait, work, begin), lambda: output)
@@ -69,47 +76,48 @@ class Collectives(NamedTuple):
             except RuntimeError as error:
                 errors.append(error)
 
-        with self._failures_told(begin):
-            thread = threading.Thread(target=wait, name="streamoverlap serial", daemon=True)
-            thread.start()
-            while thread.is_alive():
-                left = begin + self.timeout - time.monotonic()
-                if left <= 0:
-                    raise RuntimeError("timed out")
-                thread.join(min(left, _POLL))
-                self.check()
-            self.check()  # what has arrived may be of another call
-            if errors:
-                raise errors[0]
+        thread = threading.Thread(target=wait, name="streamoverlap serial", daemon=True)
+        thread.start()
+        grace = 0.0 if self.watch is None else _WATCH_GRACE
+        while thread.is_alive():
+            left = begin + self.timeout() + grace - time.monotonic()
+            if left <= 0:
+                raise self._error("a peer is gone, or called something else", begin)
+            thread.join(min(left, _POLL))
+            self.check()
+        if errors:
+            self._blame(str(errors[0]))
+            raise self._error(str(errors[0]), begin) from errors[0]
+        self.check()  # what has arrived may be of another call
+        self._leave()
 
-    @contextmanager
-    def _failures_told(self, begin: float) -> Iterator[None]:
-        try:
-            yield
-        except CommunicatorError:
-            raise
-        except BaseException as failure:
-            error = self._error(failure, time.monotonic() - begin)
-            self.failed(error)
-            if isinstance(failure, RuntimeError):
-                raise error from failure
-            raise
+    def _blame(self, cause: str) -> None:
+        """Raises who is to blame, where that can be found out."""
+        if self.watch is None:
+            return
+        self.watch.failed(cause)
+        deadline = time.monotonic() + _WATCH_GRACE
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_POLL)
 
-    def _error(self, failure: BaseException, elapsed: float) -> CommunicatorError:
-        name = self.group.group_name
-        timed_out = isinstance(failure, RuntimeError)
-        cause = f"a peer is gone, or called something else ({failure})" if timed_out else type(failure).__name__
+    def _leave(self) -> None:
+        if self.watch is not None:
+            self.watch.leave()
+
+    def _error(self, cause: str, begin: float) -> CommunicatorError:
+        name, elapsed = self.group.group_name, time.monotonic() - begin
         text = (
-            f"a serial exchange on group '{name}' failed after {elapsed:.1f} s, of the {self.timeout:g} s that it may "
-            f"take: {cause}; the group cannot be used any more"
+            f"a serial exchange on group '{name}' failed after {elapsed:.1f} s, of the {self.timeout():g} s that it "
+            f"may take: {cause}; the group cannot be used any more"
         )
-        if timed_out:
-            return PeerTimeoutError(text, group=name, elapsed=elapsed)
-        return CommunicatorError(text, group=name, peer=self.group.rank(), elapsed=elapsed)
+        error = PeerTimeoutError(text, group=name, elapsed=elapsed)
+        self.fail(error)
+        return error
 
 
 def agree(call: tuple[int, str], number: int, on: Collectives) -> None:
-    """Compares this rank's call, the group's `number`-th serial one, with all peers'. On the CPU; collective, and waits.
+    """Compares this rank's call, the group's `number`-th serial one, with all peers'. On the CPU; waits for them.
 
     For groups without shared memory to do it in. The message has one size whatever ranks call, as Gloo needs.
 
@@ -133,7 +141,7 @@ def agree(call: tuple[int, str], number: int, on: Collectives) -> None:
             op=text,
             peer=peer,
         )
-        on.failed(error)
+        on.fail(error)
         raise error
 
 
@@ -168,7 +176,8 @@ def gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, on: Coll
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, _plain(weight), None if bias is None else _plain(bias))
+    with torch.autocast(x.device.type, enabled=False):  # which overlapped plans do not see either
+        return torch.nn.functional.linear(x, _plain(weight), None if bias is None else _plain(bias))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from ranks import Pool
 
 import streamoverlap as so
 import streamoverlap.communicator as module
+from streamoverlap.meeting import Meeting
 
 TIMEOUT = 5.0
 
@@ -223,7 +226,7 @@ def fail_to_set_up(rank: int, world: int, group, step: str) -> list[str]:
     original = getattr(so.Communicator, step)
     if rank == 1:
 
-        def fail(self: so.Communicator, *args: object) -> None:
+        def fail(self: so.Communicator, *args: object) -> NoReturn:
             raise RuntimeError("no descriptors are left")
 
         setattr(so.Communicator, step, fail)
@@ -273,3 +276,71 @@ def test_a_communicator_that_cannot_overlap_says_so_when_asked_to() -> None:
     with Pool(2) as pool:
         for answers in pool.run(ask_a_fallback, timeout=20):
             assert all("runs serial" in answer or "share no memory" in answer for answer in answers), answers
+
+
+def make_one_badly(rank: int, world: int, group) -> bool:
+    """Rank 1 gives a bad argument once, or stays away from one set-up: later ones are in step again."""
+    if rank == 1:
+        with pytest.raises(ValueError, match="timeout is -1"):
+            so.Communicator(group, timeout=-1)
+    with closing(so.Communicator(group, timeout=TIMEOUT)):
+        pass
+    dist.barrier(group)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="could not set up the communicator of group"):
+            so.Communicator(group, timeout=0.3)
+    dist.barrier(group)
+    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+        return torch.equal(comm.all_gather(torch.ones(2, 2), None), torch.ones(2 * world, 2))
+
+
+def test_a_set_up_that_failed_on_one_rank_leaves_the_next_ones_in_step() -> None:
+    with Pool(2) as pool:
+        assert pool.run(make_one_badly, timeout=30) == [True, True]
+
+
+def meet(rank: int, world: int, group, hello: str) -> list:
+    return Meeting(group, "streamoverlap/test", hello, TIMEOUT).hellos
+
+
+def test_a_process_that_is_new_meets_one_that_is_not() -> None:
+    """As after a re-initialisation on the old store: nobody counts how often they have met."""
+    with Pool(2) as pool:
+        for hello in ("first", "second"):
+            assert pool.run(meet, hello) == [[hello] * 2] * 2
+        left = pool.run(keys_left)
+    assert left == [0, 0], "nothing is left in the store"
+
+
+def keys_left(rank: int, world: int, group) -> int:
+    store = dist.PrefixStore("streamoverlap/test", group.get_group_store())
+    return sum(store.check([f"hello/{r}"]) for r in range(world))
+
+
+DAEMON = """
+import os, sys, threading, time, torch, torch.distributed as dist
+import streamoverlap as so
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+so.all_gather(torch.ones(2, 2))
+if rank == 0:
+    threading.Thread(target=so.all_gather, args=(torch.ones(2, 2),), daemon=True).start()
+    time.sleep(0.5)
+else:
+    time.sleep(1.5)
+    os._exit(0)
+"""
+
+
+def test_a_program_ends_well_while_a_daemon_thread_waits_in_a_call() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", DAEMON, str(rank), port], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors

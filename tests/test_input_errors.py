@@ -14,6 +14,7 @@ from references import Case, verify
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -60,6 +61,13 @@ def without_storage() -> torch.Tensor:
     return x
 
 
+def under(mode: FakeTensorMode, call: Callable[[], object]) -> object:
+    with mode:
+        return call(X)
+
+
+SERIAL = so.PlanSpec("serial")
+TRACED = "this function was called under torch.jit.trace, make_fx, FakeTensorMode or torch.func"
 WRAPPER = "is a tensor that wraps or stands for others"
 
 # What is wrong: the call that does it, the error's type, and what its message must say.
@@ -150,6 +158,16 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "functionalize": (lambda: torch.func.functionalize(so.all_gather)(X), TypeError, f"x {WRAPPER}"),
     "jvp": (lambda: torch.func.jvp(so.all_gather, (X,), (X,)), TypeError, f"x {WRAPPER}"),
     "a forward-mode gradient": (lambda: with_tangent(X), TypeError, "x has a forward-mode gradient"),
+    "FakeTensorMode": (lambda: under(FakeTensorMode(allow_non_fake_inputs=True), so.all_gather), RuntimeError, TRACED),
+    "FakeTensorMode, GEMM": (lambda: under(FakeTensorMode(allow_non_fake_inputs=True), scatter), RuntimeError, TRACED),
+    "functionalize with a closure": (
+        lambda: torch.func.functionalize(lambda x: so.reduce_scatter(X))(X),
+        RuntimeError,
+        TRACED,
+    ),
+    "make_fx": (lambda: make_fx(lambda x: so.all_gather(x))(X), RuntimeError, TRACED),
+    "make_fx, serial": (lambda: make_fx(lambda x: so.all_gather(x, plan=SERIAL))(X), RuntimeError, TRACED),
+    "jit.trace": (lambda: torch.jit.trace(so.all_gather, X), RuntimeError, TRACED),
     "no storage": (
         lambda: so.all_gather(without_storage()),
         ValueError,

@@ -129,6 +129,14 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
   const auto work = [&](std::unique_ptr<InFlight> call) {
     return std::make_shared<Work>(group_, std::move(call), backend_->op_stream(options));
   };
+  try {
+    problem->allocate();
+  } catch (const std::exception& error) {
+    // The peers have this call, or will have it. c10 puts its backtrace below the first line.
+    const std::string cause = error.what();
+    group_->fail("could not allocate its tensors: " + cause.substr(0, cause.find('\n')));
+    throw;
+  }
   if (problem->empty()) return options.async && !options.prepare_only ? work(nullptr) : nullptr;
   problem->plan = PlanCache::instance().get(spec, config_.rank);
   Call& call = problem->call;
@@ -171,10 +179,20 @@ void Communicator::reserve(std::int64_t slot_bytes) {
   if (!backend().fits(slot_bytes)) grow(slot_bytes);
 }
 
-void Communicator::enter_serial(std::uint32_t signature, const std::string& text) {
+std::uint32_t Communicator::enter_serial(std::uint32_t signature, const std::string& text,
+                                         std::optional<double> timeout_seconds) {
   if (!group().described(signature)) group_->describe(signature, text);
-  group_->enter_serial(signature);
+  const std::uint32_t number = group_->enter_serial(signature);
+  if (timeout_seconds) {
+    const auto timeout = *timeout_seconds > 0 ? milliseconds(*timeout_seconds) : std::chrono::milliseconds{0};
+    group_->watch_serial(number, signature, timeout);
+  }
+  return number;
 }
+
+void Communicator::fail_serial(std::uint32_t number, const std::string& cause) { group().fail_serial(number, cause); }
+
+void Communicator::leave_serial(std::uint32_t number) { group().leave_serial(number); }
 
 std::int64_t Communicator::slot_bytes() { return backend().slot_bytes(); }
 

@@ -54,7 +54,10 @@ class Communicator {
                                                 const CallOptions& options);
 
   // A call by the group's own collective begins: throws where a peer makes another one, or the group has failed.
-  void enter_serial(std::uint32_t signature, const std::string& text);
+  // With `timeout_seconds` the watchdog watches it until it is left, or has failed. Returns its number.
+  std::uint32_t enter_serial(std::uint32_t signature, const std::string& text, std::optional<double> timeout_seconds);
+  void fail_serial(std::uint32_t number, const std::string& cause);
+  void leave_serial(std::uint32_t number);
 
   // Collective: slots of at least this many bytes.
   void reserve(std::int64_t slot_bytes);

@@ -1,6 +1,8 @@
 #include "problem.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -66,19 +68,36 @@ void check_like(const at::Tensor& tensor, const std::string& argument, const at:
                     x.device());
 }
 
+// What records or replaces operators sees nothing of a call: a trace would have its result as a constant, and outputs
+// without memory.
+void check_no_trace() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  bool traced = included.has(c10::DispatchKey::Tracer) || included.has(c10::DispatchKey::Functionalize) ||
+                included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  for (const Mode mode : {Mode::FAKE, Mode::PROXY, Mode::FUNCTIONAL}) {
+    traced = traced || c10::impl::TorchDispatchModeTLS::get_mode(mode).has_value();
+  }
+  TORCH_CHECK(!traced,
+              "this function was called under torch.jit.trace, make_fx, FakeTensorMode or torch.func, which cannot "
+              "record it; expected a call outside of them");
+}
+
 // x of [rows, K] or [s, b, K]. Any strides: what is not row-major is copied once, as documented.
 at::Tensor matrix_input(const at::Tensor& x) {
   check_tensor(x, "x");
+  check_no_trace();
   TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, "x has shape ", x.sizes(),
                     "; expected 2 dimensions [rows, K] or 3 dimensions [s, b, K]");
   TORCH_CHECK_VALUE(x.size(-1) > 0, "x has shape ", x.sizes(), "; expected at least one column");
-  return x.resolve_neg().contiguous();
+  return x;
 }
 
 at::Tensor plain_input(const at::Tensor& x) {
   check_tensor(x, "x");
+  check_no_trace();
   TORCH_CHECK_VALUE(x.dim() >= 1, "x is a scalar; expected at least 1 dimension, of which the first is exchanged");
-  return x.resolve_neg().contiguous();
+  return x;
 }
 
 // Dense along one dimension, and rows that do not overlap. The stride of a dimension of size 1 says nothing.
@@ -124,8 +143,8 @@ std::vector<std::int64_t> with_sizes(const at::Tensor& x, std::int64_t first, st
 
 std::int64_t rows_of(const at::Tensor& x) { return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1); }
 
-void set_view(Problem& problem, Buffer buffer, std::byte* base, std::int64_t row_bytes, bool all_shards) {
-  view(problem.call, buffer) = {base, row_bytes, all_shards ? row_bytes * problem.shard_rows : 0};
+void set_view(Problem& problem, Buffer buffer, std::int64_t row_bytes, bool all_shards) {
+  view(problem.call, buffer) = {nullptr, row_bytes, all_shards ? row_bytes * problem.shard_rows : 0};
 }
 
 }  // namespace
@@ -133,6 +152,21 @@ void set_view(Problem& problem, Buffer buffer, std::byte* base, std::int64_t row
 LeadingDimension leading_dimension(const at::Tensor& weight) {
   if (is_row_major(weight)) return {weight.size(0) <= 1 ? weight.size(1) : weight.stride(0), true};
   return {weight.size(1) <= 1 ? weight.size(0) : weight.stride(1), false};
+}
+
+void Problem::allocate() {
+  x = x.resolve_neg().contiguous();
+  view(call, Buffer::Input).base = data(x);
+  for (const std::vector<std::int64_t>& sizes : output_sizes) outputs.push_back(at::empty(sizes, x.options()));
+  view(call, Buffer::Output).base = data(outputs[0]);
+  if (!gathered_sizes.empty()) {
+    gathered = at::empty(gathered_sizes, x.options());
+    view(call, Buffer::Gathered).base = data(gathered);
+  }
+  if (copies_input) {
+    copied = at::empty_like(x);
+    view(call, Buffer::Copied).base = data(copied);
+  }
 }
 
 // Only what is exchanged: in an all-gather-GEMM each rank may have another N, in a GEMM-reduce-scatter another K.
@@ -159,16 +193,16 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
   problem.weights = weights;
   problem.shard_rows = rows_of(x);
   for (const at::Tensor& weight : weights) {
-    problem.outputs.push_back(at::empty(with_sizes(x, x.size(0) * world, weight.size(0)), x.options()));
+    problem.output_sizes.push_back(with_sizes(x, x.size(0) * world, weight.size(0)));
   }
   const std::int64_t k_bytes = x.size(-1) * x.element_size();
-  set_view(problem, Buffer::Input, data(problem.x), k_bytes, false);
-  set_view(problem, Buffer::Slot, nullptr, k_bytes, true);
+  set_view(problem, Buffer::Input, k_bytes, false);
+  set_view(problem, Buffer::Slot, k_bytes, true);
   const std::int64_t n_bytes = weights[0].size(0) * x.element_size();
-  set_view(problem, Buffer::Output, data(problem.outputs[0]), n_bytes, true);
+  set_view(problem, Buffer::Output, n_bytes, true);
   if (return_gathered) {
-    problem.gathered = at::empty(with_sizes(x, x.size(0) * world, x.size(-1)), x.options());
-    set_view(problem, Buffer::Gathered, data(problem.gathered), k_bytes, true);
+    problem.gathered_sizes = with_sizes(x, x.size(0) * world, x.size(-1));
+    set_view(problem, Buffer::Gathered, k_bytes, true);
   }
   problem.call.shard_rows = problem.shard_rows;
   return problem;
@@ -184,12 +218,12 @@ Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weigh
   check_divisible(x, world);
   problem.weights = {weight};
   problem.shard_rows = rows_of(x) / world;
-  problem.outputs.push_back(at::empty(with_sizes(x, x.size(0) / world, weight.size(0)), x.options()));
+  problem.output_sizes.push_back(with_sizes(x, x.size(0) / world, weight.size(0)));
   const std::int64_t n_bytes = weight.size(0) * x.element_size();
-  set_view(problem, Buffer::Input, data(problem.x), x.size(-1) * x.element_size(), true);
-  set_view(problem, Buffer::Slot, nullptr, n_bytes, true);
-  set_view(problem, Buffer::Scratch, nullptr, n_bytes, true);
-  set_view(problem, Buffer::Output, data(problem.outputs[0]), n_bytes, false);
+  set_view(problem, Buffer::Input, x.size(-1) * x.element_size(), true);
+  set_view(problem, Buffer::Slot, n_bytes, true);
+  set_view(problem, Buffer::Scratch, n_bytes, true);
+  set_view(problem, Buffer::Output, n_bytes, false);
   problem.call.shard_rows = problem.shard_rows;
   return problem;
 }
@@ -199,12 +233,12 @@ Problem all_gather_problem(const at::Tensor& x, int world) {
   problem.x = plain_input(x);
   std::vector<std::int64_t> sizes = x.sizes().vec();
   sizes[0] *= world;
-  problem.outputs.push_back(at::empty(sizes, x.options()));
+  problem.output_sizes.push_back(sizes);
   problem.shard_rows = x.numel() == 0 ? 0 : x.size(0);
   const std::int64_t row_bytes = problem.shard_rows == 0 ? 0 : x.numel() / x.size(0) * x.element_size();
-  set_view(problem, Buffer::Input, data(problem.x), row_bytes, false);
-  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
-  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, true);
+  set_view(problem, Buffer::Input, row_bytes, false);
+  set_view(problem, Buffer::Slot, row_bytes, true);
+  set_view(problem, Buffer::Output, row_bytes, true);
   problem.call.shard_rows = problem.shard_rows;
   return problem;
 }
@@ -215,16 +249,16 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) 
   check_divisible(x, world);
   std::vector<std::int64_t> sizes = x.sizes().vec();
   sizes[0] /= world;
-  problem.outputs.push_back(at::empty(sizes, x.options()));
+  problem.output_sizes.push_back(sizes);
   problem.shard_rows = x.numel() == 0 ? 0 : sizes[0];
   const std::int64_t row_bytes = problem.shard_rows == 0 ? 0 : x.numel() / x.size(0) * x.element_size();
-  set_view(problem, Buffer::Input, data(problem.x), row_bytes, true);
-  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
-  set_view(problem, Buffer::Scratch, nullptr, row_bytes, true);
-  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, false);
+  set_view(problem, Buffer::Input, row_bytes, true);
+  set_view(problem, Buffer::Slot, row_bytes, true);
+  set_view(problem, Buffer::Scratch, row_bytes, true);
+  set_view(problem, Buffer::Output, row_bytes, false);
   if (copy_input) {
-    problem.copied = at::empty_like(problem.x);
-    set_view(problem, Buffer::Copied, data(problem.copied), row_bytes, true);
+    problem.copies_input = true;
+    set_view(problem, Buffer::Copied, row_bytes, true);
   }
   problem.call.shard_rows = problem.shard_rows;
   return problem;
@@ -234,13 +268,13 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) 
 Problem all_reduce_problem(const at::Tensor& x, int world) {
   Problem problem;
   problem.x = plain_input(x);
-  problem.outputs.push_back(at::empty(x.sizes(), x.options()));
+  problem.output_sizes.push_back(x.sizes().vec());
   const std::int64_t rows = x.numel() == 0 ? 0 : x.size(0);
   problem.shard_rows = (rows + world - 1) / world;
   const std::int64_t row_bytes = rows == 0 ? 0 : x.numel() / rows * x.element_size();
-  set_view(problem, Buffer::Input, data(problem.x), row_bytes, true);
-  set_view(problem, Buffer::Slot, nullptr, row_bytes, true);
-  set_view(problem, Buffer::Output, data(problem.outputs[0]), row_bytes, true);
+  set_view(problem, Buffer::Input, row_bytes, true);
+  set_view(problem, Buffer::Slot, row_bytes, true);
+  set_view(problem, Buffer::Output, row_bytes, true);
   problem.call.shard_rows = problem.shard_rows;
   problem.call.missing_rows = world * problem.shard_rows - rows;
   return problem;

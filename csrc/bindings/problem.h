@@ -1,5 +1,4 @@
-// A validated call: tensors in matrix form and allocated outputs. Errors name the argument, what it was and what
-// was expected, and come before anything is sent.
+// A validated call. Errors name the argument, what it was and what was expected, and come before anything is sent.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,16 +13,22 @@
 namespace streamoverlap {
 
 struct Problem {
-  at::Tensor x;                                   // row-major; kept alive until the call is done
+  at::Tensor x;                                   // kept alive until the call is done
   std::vector<at::Tensor> weights;                // [N, K], row- or column-major
   std::vector<std::optional<at::Tensor>> biases;  // [N]
-  std::vector<at::Tensor> outputs;                // one a weight; one for the plain collectives
-  at::Tensor gathered;                            // where asked for
-  at::Tensor copied;                              // where x is copied and the output cannot take it
+  // One a weight; one for the plain collectives.
+  std::vector<std::vector<std::int64_t>> output_sizes;
+  std::vector<std::int64_t> gathered_sizes;  // where asked for
+  bool copies_input = false;                 // and the output cannot take the copy
+
+  std::vector<at::Tensor> outputs;  // these, and bases of views, from allocate() on
+  at::Tensor gathered, copied;
   std::int64_t shard_rows = 0;
   Call call;                               // all but the plan's own fields: views and rows
   std::shared_ptr<const plan::Plan> plan;  // that of `call`
 
+  // Makes x row-major, and the outputs. Apart from the checks: a rank that fails here lets its peers down.
+  void allocate();
   std::vector<std::int64_t> shape_key() const;  // what ranks must agree on besides the plan
   std::string description() const;              // for messages
   bool empty() const { return shard_rows == 0 || call.row_bytes(plan::Buffer::Slot) == 0; }  // nothing to exchange

@@ -2,10 +2,11 @@
 #include <torch/extension.h>
 #include <unistd.h>
 
-
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <optional>
+#include <thread>
 
 #include "../group/signature.h"
 #include "communicator.h"
@@ -38,10 +39,44 @@ template <class Source>  // Communicator or Work
   throw py::error_already_set();
 }
 
+std::atomic<int> threads_inside{0};  // methods that have let go of the GIL
+
+bool in_main_thread() {
+  static const auto main = [] {
+    const py::gil_scoped_acquire gil;
+    return py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  }();
+  return PyThread_get_thread_ident() == main;
+}
+
+// At the end of a program the GIL ends other threads that want it, by an unwinding that C++ does not survive. So they
+// are waited for, and who comes later stays.
+struct Inside {
+  Inside() { ++threads_inside; }
+  ~Inside() {
+    --threads_inside;
+#if PY_VERSION_HEX >= 0x030d0000
+    const bool ending = Py_IsFinalizing();
+#else
+    const bool ending = _Py_IsFinalizing();
+#endif
+    while (ending && !in_main_thread()) pause();
+  }
+};
+
+bool wait_until_outside(double seconds) {
+  const py::gil_scoped_release no_gil;
+  for (int left = static_cast<int>(seconds * 1000); left > 0 && threads_inside > 0; --left) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return threads_inside == 0;
+}
+
 // A method without the GIL, whose errors are Python's: torch's own wrapper turns c10's into TypeError, ValueError, ...
 template <class Self, class Result, class... Args>
 auto released(Result (Self::*method)(Args...)) {
   return torch::wrap_pybind_function_no_gil([method](Self& self, Args... args) -> Result {
+    const Inside inside;
     try {
       return (self.*method)(std::forward<Args>(args)...);
     } catch (const AbortError& error) {
@@ -52,17 +87,22 @@ auto released(Result (Self::*method)(Args...)) {
   });
 }
 
-// Python's handlers of signals run in its main thread, when that asks.
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw Interrupted(std::make_shared<py::error_already_set>());
+// Python's handlers of signals run in its main thread, when that asks. Others must not ask: at the end of the program
+// the GIL ends a thread that wants it.
+Poll check_signals() {
+  in_main_thread();  // finds it out, while the GIL is there to ask
+  return [] {
+    if (!in_main_thread()) return;
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw Interrupted(std::make_shared<py::error_already_set>());
+  };
 }
 
 // Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its
 // end, which waits for both, must not hold it. A forked child has none of its threads to wait for, and no part in the
 // group: there the memory is left alone.
 std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, double timeout, int device, int slots) {
-  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots, check_signals),
+  return {new Communicator(std::move(group_name), rank, world, timeout, device, slots, check_signals()),
           [maker = getpid()](Communicator* communicator) {
             if (getpid() != maker) return;
             std::optional<py::gil_scoped_release> no_gil;
@@ -94,8 +134,14 @@ AllocateSlots from_python(const py::object& allocate) {
   const std::shared_ptr<void> callable = owned(allocate);
   return [callable](std::int64_t bytes) {
     const py::gil_scoped_acquire gil;
-    const auto [owner, addresses] = py::handle(static_cast<PyObject*>(callable.get()))(bytes)
-                                        .cast<std::pair<py::object, std::vector<std::uintptr_t>>>();
+    py::object found;
+    try {
+      found = py::handle(static_cast<PyObject*>(callable.get()))(bytes);
+    } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_KeyboardInterrupt)) throw Interrupted(std::make_shared<py::error_already_set>(error));
+      throw;
+    }
+    const auto [owner, addresses] = found.cast<std::pair<py::object, std::vector<std::uintptr_t>>>();
     SlotMemory memory;
     for (const std::uintptr_t address : addresses) memory.bases.push_back(reinterpret_cast<std::byte*>(address));
     memory.owner = owned(owner);
@@ -147,7 +193,10 @@ void register_communicator(py::module_& m) {
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
       .def("all_reduce", released(&Communicator::all_reduce))
-      .def("enter_serial", released(&Communicator::enter_serial), py::arg("signature"), py::arg("text"))
+      .def("enter_serial", released(&Communicator::enter_serial), py::arg("signature"), py::arg("text"),
+           py::arg("timeout"))
+      .def("fail_serial", released(&Communicator::fail_serial), py::arg("number"), py::arg("cause"))
+      .def("leave_serial", released(&Communicator::leave_serial), py::arg("number"))
       .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))
       .def("slot_bytes", released(&Communicator::slot_bytes))
       .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
@@ -167,6 +216,8 @@ void register_communicator(py::module_& m) {
           "clear_test_hook", [](Communicator& self) { self.set_before_op(nullptr); },
           py::call_guard<py::gil_scoped_release>())
       .def("raw_streams", &Communicator::raw_streams);
+
+  m.def("wait_until_outside", &wait_until_outside, py::arg("seconds"));
 
 #ifdef STREAMOVERLAP_WITH_CUDA
   m.attr("WITH_CUDA") = true;

@@ -91,6 +91,9 @@ Fd receive_message(int connection, Message& message) {
   header.msg_control = &ancillary;
   header.msg_controllen = CMSG_LEN(sizeof(int));  // room for one descriptor, not for two
   const ssize_t received = recvmsg(connection, &header, MSG_CMSG_CLOEXEC);
+  if (received >= 0 && (header.msg_flags & MSG_CTRUNC)) {
+    fail(EMFILE, "receiving shared memory of a peer (no file descriptor is left, or it sent too many)");
+  }
   Fd fd;
   const cmsghdr* control = received >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
   if (control != nullptr && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS) {

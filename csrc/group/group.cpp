@@ -181,7 +181,7 @@ std::string Group::report(std::chrono::milliseconds wait) const {
   return report_;
 }
 
-void Group::enter_serial(std::uint32_t signature) {
+std::uint32_t Group::enter_serial(std::uint32_t signature) {
   check();
   const std::uint64_t number = ++serial_calls_;
   const auto word = [this, number](int rank) -> LongWord& {
@@ -195,6 +195,25 @@ void Group::enter_serial(std::uint32_t signature) {
     abort_mismatch(peer, signature, static_cast<std::uint32_t>(theirs));
     throw error(signature);
   }
+  return static_cast<std::uint32_t>(number);
+}
+
+void Group::watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(serial_mutex_);
+  SerialCall& call = serial_[number];
+  call.signature = signature;
+  call.timeout = timeout;
+}
+
+void Group::fail_serial(std::uint32_t number, const std::string& cause) {
+  std::lock_guard<std::mutex> lock(serial_mutex_);
+  const auto found = serial_.find(number);
+  if (found != serial_.end()) found->second.cause = cause;
+}
+
+void Group::leave_serial(std::uint32_t number) {
+  std::lock_guard<std::mutex> lock(serial_mutex_);
+  serial_.erase(number);
 }
 
 void Group::on_abort(std::function<bool()> release) { watchdog_->on_abort(std::move(release)); }

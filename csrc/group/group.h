@@ -78,8 +78,13 @@ class Group {
   void check() const;                                       // throws error() if aborted
 
   // A call by the group's own collective begins. Of two ranks whose calls of one number differ, the later one throws
-  // here, before it sends anything; the other, which may wait for it already, sees the abort word.
-  void enter_serial(std::uint32_t signature);
+  // here, before it sends anything; the other, which may wait for it already, sees the abort word. Returns the number.
+  std::uint32_t enter_serial(std::uint32_t signature);
+  // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
+  // the peer that is gone and abort.
+  void watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout);
+  void fail_serial(std::uint32_t number, const std::string& cause);
+  void leave_serial(std::uint32_t number);
 
   // The watchdog calls `release` every few milliseconds after an abort until it returns true: all calls have ended.
   // It must call nothing of CUDA and take no lock that a blocked call holds. An empty function takes it away.
@@ -107,7 +112,17 @@ class Group {
   std::string report_path_, report_;
   std::atomic<bool> asked_{false};
   std::atomic<std::uint32_t> serial_calls_{0};
-  std::unique_ptr<Watchdog> watchdog_;  // last: its thread uses all of the above
+  friend class Watchdog;
+  struct SerialCall {
+    std::uint32_t signature = 0;
+    std::chrono::milliseconds timeout{0};
+    double since = -1;   // by the watchdog's clock, from its first look
+    double failed = -1;  // likewise
+    std::string cause;   // of a failure
+  };
+  std::mutex serial_mutex_;
+  std::map<std::uint32_t, SerialCall> serial_;  // in flight, by number
+  std::unique_ptr<Watchdog> watchdog_;          // last: its thread uses all of the above
 };
 
 }  // namespace streamoverlap

@@ -51,6 +51,7 @@ void Watchdog::poll() {
   watch_peers();
   look_at_stuck_calls();
   for (int slot = 0; slot < group_.layout().slots(); ++slot) watch_slot(slot);
+  watch_serial();
 }
 
 void Watchdog::release() {
@@ -112,26 +113,16 @@ void Watchdog::timed_out(int slot, std::uint32_t running, Seconds elapsed, bool 
 }
 
 Watchdog::Suspect Watchdog::suspect(int slot, std::uint32_t signature) const {
-  int silent = -1, behind = -1, absent = -1;
+  const Suspect gone = this->gone();
+  if (gone.rank >= 0) return gone;
+  int behind = -1, absent = -1;
   const std::uint64_t issued = group_.own().head().issued.load(std::memory_order_relaxed);
   const auto calls_of = [this](int rank) { return group_.control(rank).head().issued.load(std::memory_order_relaxed); };
   for (int rank = 0; rank < group_.world(); ++rank) {
     if (rank == group_.rank()) continue;
     const Control peer = group_.control(rank);
-    if (peer.head().state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(State::Closed)) {
-      return {rank, "has closed its communicator"};
-    }
-    if (clock_ - peers_[rank].changed > kSilent && (silent < 0 || peers_[rank].changed < peers_[silent].changed)) {
-      silent = rank;
-    }
     if (calls_of(rank) < issued && (behind < 0 || calls_of(rank) < calls_of(behind))) behind = rank;
     if ((peer.progress(slot).running.load(std::memory_order_relaxed) & kSignatureMask) != signature) absent = rank;
-  }
-  if (silent >= 0) {
-    char text[128];
-    std::snprintf(text, sizeof text, "has shown no sign of life for %.1f s (process %u is stopped or gone)",
-                  (clock_ - peers_[silent].changed).count(), group_.control(silent).head().pid);
-    return {silent, text};
   }
   if (behind >= 0) {
     return {behind, "has made " + std::to_string(calls_of(behind)) + " calls on this group, rank " +
@@ -141,6 +132,58 @@ Watchdog::Suspect Watchdog::suspect(int slot, std::uint32_t signature) const {
   const int last = end_of_wait_chain(slot);
   if (last >= 0 && last != group_.rank()) return {last, "is in this call and waits for no other rank"};
   return {-1, "are alive and in this call, or is itself busy"};
+}
+
+Watchdog::Suspect Watchdog::gone() const {
+  int silent = -1;
+  for (int rank = 0; rank < group_.world(); ++rank) {
+    if (rank == group_.rank()) continue;
+    const ControlHead& peer = group_.control(rank).head();
+    if (peer.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(State::Closed)) {
+      return {rank, "has closed its communicator"};
+    }
+    if (clock_ - peers_[rank].changed > kSilent && (silent < 0 || peers_[rank].changed < peers_[silent].changed)) {
+      silent = rank;
+    }
+  }
+  if (silent < 0) return {};
+  char text[128];
+  std::snprintf(text, sizeof text, "has shown no sign of life for %.1f s (process %u is stopped or gone)",
+                (clock_ - peers_[silent].changed).count(), group_.control(silent).head().pid);
+  return {silent, text};
+}
+
+void Watchdog::watch_serial() {
+  std::lock_guard<std::mutex> lock(group_.serial_mutex_);
+  for (auto& [number, call] : group_.serial_) {
+    if (call.since < 0) call.since = clock_.count();
+    if (call.failed < 0 && !call.cause.empty()) call.failed = clock_.count();
+    const Seconds timeout = call.timeout.count() ? call.timeout : group_.timeout();
+    const Seconds elapsed = clock_ - Seconds(call.since);
+    // A peer whose end made the exchange fail is silent only after a while.
+    const bool failed = call.failed >= 0 && (gone().rank >= 0 || clock_ - Seconds(call.failed) > kSilent + kGrace);
+    if (!failed && elapsed < timeout) continue;
+    const Suspect suspect = suspect_serial(number, call.cause);
+    AbortRecord record;
+    record.kind = AbortKind::PeerTimeout;
+    record.signature = call.signature;
+    record.elapsed = elapsed.count();
+    record.culprit = suspect.rank;
+    set_text(record.cause, suspect.cause);
+    group_.abort(record);
+    return;
+  }
+}
+
+Watchdog::Suspect Watchdog::suspect_serial(std::uint32_t number, const std::string& cause) const {
+  const Suspect gone = this->gone();
+  if (gone.rank >= 0) return gone;
+  for (int rank = 0; rank < group_.world(); ++rank) {
+    const std::uint64_t word = group_.control(rank).head().serial[number % kSerialCalls].load();
+    if (word >> 32 < number) return {rank, "has not made this call, serial call " + std::to_string(number)};
+  }
+  if (cause.empty()) return {-1, "have all made this call"};
+  return {-1, "have all made this call; the exchange failed: " + cause};
 }
 
 // Rank 0 waits for rank 1, which waits for rank 2, which waits for nobody: rank 2 is to blame.

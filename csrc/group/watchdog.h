@@ -40,9 +40,12 @@ class Watchdog {
   void poll();
   void watch_peers();
   void watch_slot(int slot);
+  void watch_serial();
   bool mismatch(int slot, std::uint32_t running);
   void timed_out(int slot, std::uint32_t running, Seconds elapsed, bool last_chance);
   Suspect suspect(int slot, std::uint32_t signature) const;
+  Suspect suspect_serial(std::uint32_t number, const std::string& cause) const;
+  Suspect gone() const;  // a peer that has closed, or shows no sign of life; rank -1: none
   int end_of_wait_chain(int slot) const;
   void release();
   void look_at_stuck_calls();
