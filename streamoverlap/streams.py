@@ -25,8 +25,9 @@ class StreamSet:
 
     Every stream is a `torch.cuda.Stream`, a CuPy stream, another object with ``__cuda_stream__``, or a handle
     (``cudaStream_t`` as an int) of the current device. They may be shared with other work and other communicators, and
-    must live as long as the set. Calls that hand in no set use a private one of highest priority. A call that is
-    captured in a CUDA graph always uses the private one, as a graph has no streams.
+    must live as long as the set, and as tensors that `Work.then` has used on them. Calls that hand in no set use a
+    private one of highest priority. A call that is captured in a CUDA graph always uses the private one, as a graph has
+    no streams.
 
     Raises:
         TypeError, ValueError: an argument is not as described.

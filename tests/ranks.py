@@ -30,6 +30,7 @@ _processes = get_context("forkserver")
 _processes.set_forkserver_preload(["torch.distributed"])
 
 _STORE_TIMEOUT = timedelta(seconds=60)
+_DIED = "the process has died"
 _GRACE = 5.0  # seconds that ranks get to end on their own once one of them has failed
 
 
@@ -128,7 +129,9 @@ class Pool:
                 os.kill(self.pid(rank), signal.SIGUSR1)  # writes the stacks of all threads to the log
         time.sleep(0.5 if missing else 0.0)
         parts = [f"rank {rank}: {answer.error}" for rank, answer in sorted(answers.items()) if answer.error is not None]
-        for rank in missing:
+        died = [rank for rank, answer in answers.items() if answer.error == _DIED]
+        for rank in [*missing, *died]:
+            self._workers[rank].join(0.5)
             state = "alive" if self._workers[rank].is_alive() else f"exit code {self._workers[rank].exitcode}"
             parts.append(f"rank {rank}: no answer ({state}; limit {timeout} s)\n{self._log(rank).read_text()[-6000:]}")
         return "\n\n".join(parts)
@@ -167,7 +170,7 @@ def _receive(pipe: connection.Connection) -> Answer:
     try:
         return pipe.recv()
     except (EOFError, ConnectionResetError):
-        return Answer(error="the process has died")
+        return Answer(error=_DIED)
 
 
 def _work(
@@ -176,6 +179,7 @@ def _work(
     with open(log, "w", buffering=1) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)

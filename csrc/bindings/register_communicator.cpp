@@ -81,6 +81,10 @@ auto released(Result (Self::*method)(Args...)) {
       return (self.*method)(std::forward<Args>(args)...);
     } catch (const AbortError& error) {
       raise(error, self);
+    } catch (const std::invalid_argument& error) {
+      const py::gil_scoped_acquire gil;
+      PyErr_SetString(PyExc_ValueError, error.what());
+      throw py::error_already_set();
     } catch (const Interrupted& interrupted) {
       throw py::error_already_set(*static_cast<py::error_already_set*>(interrupted.error.get()));
     }

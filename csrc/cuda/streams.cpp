@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -22,17 +24,45 @@ std::optional<unsigned long long> capture_of(const CUDAStream& stream) {
   return id;
 }
 
-std::shared_ptr<StreamSet> StreamSet::make(c10::DeviceIndex device) {
-  const c10::cuda::CUDAGuard guard(device);
+namespace {
+
+// Private streams that no set has, by device.
+struct FreeStreams {
+  std::mutex mutex;
+  std::map<c10::DeviceIndex, std::vector<cudaStream_t>> by_device;
+};
+
+FreeStreams& free_streams() {
+  static auto* const streams = new FreeStreams;  // sets may end after static objects
+  return *streams;
+}
+
+cudaStream_t take_stream(c10::DeviceIndex device) {
+  {
+    const std::lock_guard<std::mutex> lock(free_streams().mutex);
+    std::vector<cudaStream_t>& streams = free_streams().by_device[device];
+    if (!streams.empty()) {
+      const cudaStream_t stream = streams.back();
+      streams.pop_back();
+      return stream;
+    }
+  }
   int lowest = 0, highest = 0;
   STREAMOVERLAP_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+  cudaStream_t stream{};
+  STREAMOVERLAP_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+  return stream;
+}
+
+}  // namespace
+
+std::shared_ptr<StreamSet> StreamSet::make(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
   std::vector<CUDAStream> streams;
   std::vector<cudaStream_t> owned;
   for (plan::Stream role = plan::kSend; role < plan::kMaxStreams; ++role) {
-    cudaStream_t stream{};
-    STREAMOVERLAP_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
-    owned.push_back(stream);
-    streams.push_back(c10::cuda::getStreamFromExternal(stream, device));
+    owned.push_back(take_stream(device));
+    streams.push_back(c10::cuda::getStreamFromExternal(owned.back(), device));
   }
   auto set =
       std::make_shared<StreamSet>(streams[0], streams[1], std::vector<CUDAStream>(streams.begin() + 2, streams.end()));
@@ -54,7 +84,11 @@ StreamSet::StreamSet(CUDAStream send, CUDAStream recv, std::vector<CUDAStream> c
 }
 
 StreamSet::~StreamSet() {
-  for (const cudaStream_t stream : owned_) cudaStreamDestroy(stream);
+  const std::lock_guard<std::mutex> lock(free_streams().mutex);
+  for (const cudaStream_t stream : owned_) {
+    // One that still waits for a peer that is gone would hold up whoever gets it.
+    if (cudaStreamQuery(stream) == cudaSuccess) free_streams().by_device[device()].push_back(stream);
+  }
 }
 
 void StreamSet::reserve_workspaces(int count) {

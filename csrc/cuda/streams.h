@@ -18,7 +18,9 @@ std::optional<unsigned long long> capture_of(const c10::cuda::CUDAStream& stream
 
 class StreamSet {
  public:
-  // Streams of highest priority that nobody else uses (torch's pool hands one stream to several users).
+  // Streams of highest priority that nobody else uses (torch's pool hands one stream to several users). They are never
+  // destroyed, as torch's: the allocator remembers a stream that has used a tensor until that is freed. Later sets get
+  // them again.
   static std::shared_ptr<StreamSet> make(c10::DeviceIndex device);
   // The caller's own streams; they must outlive the set.
   StreamSet(c10::cuda::CUDAStream send, c10::cuda::CUDAStream recv, std::vector<c10::cuda::CUDAStream> compute);
