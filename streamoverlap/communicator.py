@@ -41,20 +41,30 @@ _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
 
 
-def _one_call(method: Callable) -> Callable:
-    """A method that makes one call: after Ctrl-C in it nobody knows whether the peers have it, so the group fails."""
+def one_call(find: Callable[..., Communicator | None]) -> Callable[[Callable], Callable]:
+    """Of functions that make one call: after Ctrl-C in it nobody knows whether the peers have it, so the group fails.
 
-    @wraps(method)
-    def call(self: Communicator, *args: Any, **options: Any) -> Any:
-        try:
-            return method(self, *args, **options)
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            self._fail_with(interrupt)
-            raise
+    `find` gives the communicator for the arguments, if there is one.
+    """
 
-    return call
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except Exception:
+                raise
+            except BaseException as interrupt:
+                if (found := find(*args, **options)) is not None:
+                    found._fail_with(interrupt)
+                raise
+
+        return call
+
+    return decorate
+
+
+_own_call = one_call(lambda self, *_args, **_options: self)
 
 
 class Communicator:
@@ -134,15 +144,20 @@ class Communicator:
         """
         group = resolve_group(group)
         device_type = type_of(device)
-        found = _cache.get(group, {}).get(device_type)
+        found = cls.made_for(group, device_type)
         if found is not None:
             return found._here()
         if validate is not None:
             validate(group.size())
         with _set_up_lock(group, device_type):
-            return _cache.get(group, {}).get(device_type) or cls(group, device=device_type)
+            return cls.made_for(group, device_type) or cls(group, device=device_type)
 
-    @_one_call
+    @staticmethod
+    def made_for(group: dist.ProcessGroup, device_type: str) -> Communicator | None:
+        """The communicator that ops on `group` use, if it has been made."""
+        return _cache.get(group, {}).get(device_type)
+
+    @_own_call
     def all_gather_gemm(
         self,
         x: Tensor,
@@ -167,7 +182,7 @@ class Communicator:
 
         return call.serial(start, self._fail_with, [x, *weights, *every_bias])
 
-    @_one_call
+    @_own_call
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
@@ -188,7 +203,7 @@ class Communicator:
     def all_reduce(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_reduce", x, plan, **options)
 
-    @_one_call
+    @_own_call
     def _exchange(
         self, operation: str, x: Tensor, plan: PlanSpec | None, copy_input: bool = False, **options: Any
     ) -> Tensor | Work:

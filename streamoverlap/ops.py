@@ -15,12 +15,22 @@ from torch import Tensor
 
 from streamoverlap import _C
 from streamoverlap.call import preparing
-from streamoverlap.communicator import Communicator
+from streamoverlap.communicator import Communicator, one_call
+from streamoverlap.places import resolve_group
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet
 from streamoverlap.work import Work
 
 
+def _made_for(x: Tensor, group: dist.ProcessGroup | None = None, **_: object) -> Communicator | None:
+    return Communicator.made_for(resolve_group(group), _device(x).type)
+
+
+_plain_call = one_call(_made_for)
+_gemm_call = one_call(lambda x, _weight=None, group=None, **_: _made_for(x, group))
+
+
+@_gemm_call
 def all_gather_gemm(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -81,6 +91,7 @@ def all_gather_gemm(
     return found.with_result(as_asked) if isinstance(found, Work) else as_asked(found)
 
 
+@_gemm_call
 def gemm_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -118,6 +129,7 @@ def gemm_reduce_scatter(
     return comm.gemm_reduce_scatter(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
+@_plain_call
 def all_gather(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -146,6 +158,7 @@ def all_gather(
     return _exchange("all_gather", x, group, plan, copy_input, async_op, timeout, streams)
 
 
+@_plain_call
 def reduce_scatter(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -174,6 +187,7 @@ def reduce_scatter(
     return _exchange("reduce_scatter", x, group, plan, copy_input, async_op, timeout, streams)
 
 
+@_plain_call
 def all_reduce(
     x: Tensor,
     group: dist.ProcessGroup | None = None,

@@ -22,7 +22,7 @@ from ranks import Pool
 
 import streamoverlap as so
 import streamoverlap.communicator as module
-from streamoverlap import serial
+from streamoverlap import ops, serial
 
 TIMEOUT = 1.5
 SLACK = 2.0  # seconds after the timeout within which every rank must have raised
@@ -192,19 +192,19 @@ def interrupt_anywhere(rank: int, world: int, group, name: str, trials: int) -> 
 def interrupt_once(rank: int, world: int, group, plan: so.PlanSpec, random: Random) -> str:
     comm = so.Communicator(group, timeout=TIMEOUT)
     comm.all_gather(torch.zeros(1, 2), plan)
+    dist.barrier(group)  # nobody is still in that
     where = "nowhere"
     try:
         if rank == 0:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 4e-3))
         for step in range(60):
             try:
-                check_one(comm, rank, world, step, plan)
+                check_one(rank, world, step, group, plan)
             except so.CommunicatorError:
                 break
             except KeyboardInterrupt as interrupt:
-                # Frames below the method that begins a call are of the call.
                 files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupt.__traceback__)]
-                where = "within" if sum(file == module.__file__ for file in files) > 2 else "outside"
+                where = "within" if ops.__file__ in files else "outside"
                 if where == "outside":
                     comm.abort()  # the test cannot know whether this step was made
                 assert comm.errored() is not None, f"interrupted in {files}, and goes on"
@@ -217,8 +217,8 @@ def interrupt_once(rank: int, world: int, group, plan: so.PlanSpec, random: Rand
     return where
 
 
-def check_one(comm: so.Communicator, rank: int, world: int, step: int, plan: so.PlanSpec) -> None:
-    got = comm.all_gather(torch.full((1, 2), 10.0 * step + rank), plan)
+def check_one(rank: int, world: int, step: int, group, plan: so.PlanSpec) -> None:
+    got = so.all_gather(torch.full((1, 2), 10.0 * step + rank), group, plan=plan)
     assert got[:, 0].tolist() == [10.0 * step + r for r in range(world)], f"step {step} got {got[:, 0].tolist()}"
 
 
