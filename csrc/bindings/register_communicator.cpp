@@ -111,6 +111,7 @@ std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, 
             if (getpid() != maker) return;
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check()) no_gil.emplace();
+            const Inside inside;
             delete communicator;
           }};
 }
