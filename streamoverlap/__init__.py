@@ -5,28 +5,48 @@
 >>> y = so.gemm_reduce_scatter(x, weight, group)   # x [M, K_local], weight [N, K_local] -> [M/W, N]
 """
 
+from streamoverlap import library  # noqa: F401  registers the ops
 from streamoverlap._version import __version__
+from streamoverlap.checkpoint import sharded_state_dict
 from streamoverlap.communicator import Communicator
 from streamoverlap.errors import CommunicatorError, MismatchError, PeerTimeoutError
-from streamoverlap.ops import all_gather, all_gather_gemm, all_reduce, gemm_reduce_scatter, prepare, reduce_scatter
+from streamoverlap.layers import ColumnParallelLinear, RowParallelLinear
+from streamoverlap.ops import (
+    all_gather,
+    all_gather_gemm,
+    all_reduce,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    prepare,
+    reduce_scatter,
+)
+from streamoverlap.sequence_parallel import sync_sequence_parallel_grads
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, use_streams
+from streamoverlap.styles import ColwiseParallel, RowwiseParallel
 from streamoverlap.work import Work
 
 __all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
     "Communicator",
     "CommunicatorError",
     "MismatchError",
     "PeerTimeoutError",
     "PlanSpec",
+    "RowParallelLinear",
+    "RowwiseParallel",
     "StreamSet",
     "Work",
     "__version__",
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
+    "gemm_all_reduce",
     "gemm_reduce_scatter",
     "prepare",
     "reduce_scatter",
+    "sharded_state_dict",
+    "sync_sequence_parallel_grads",
     "use_streams",
 ]

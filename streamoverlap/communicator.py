@@ -7,12 +7,13 @@ import itertools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,13 +187,13 @@ class Communicator:
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
-        call = self._call(x, plan, **options)
-        if call.overlapped:
-            spec = _spec("gemm_reduce_scatter", call.plan, self.world)
-            return call.finish(*call.impl.gemm_reduce_scatter(x, weight, bias, spec, call.options))
-        on = self._enter_serial(_C.validate_gemm_reduce_scatter(x, weight, bias, self.world), call)
-        start = partial(serial.gemm_reduce_scatter, x, weight, bias, on)
-        return call.serial(start, self._fail_with, [x, weight, bias])
+        return self._sum_of_products("gemm_reduce_scatter", x, weight, bias, plan, **options)
+
+    @_own_call
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
+    ) -> Tensor | Work:
+        return self._sum_of_products("gemm_all_reduce", x, weight, bias, plan, **options)
 
     def all_gather(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_gather", x, plan, **options)
@@ -202,6 +203,17 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, plan: PlanSpec | None, **options: Any) -> Tensor | Work:
         return self._exchange("all_reduce", x, plan, **options)
+
+    def _sum_of_products(
+        self, operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
+    ) -> Tensor | Work:
+        call = self._call(x, plan, **options)
+        if call.overlapped:
+            spec = _spec(operation, call.plan, self.world)
+            return call.finish(*getattr(call.impl, operation)(x, weight, bias, spec, call.options))
+        on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, weight, bias, self.world), call)
+        start = partial(getattr(serial, operation), x, weight, bias, on)
+        return call.serial(start, self._fail_with, [x, weight, bias])
 
     @_own_call
     def _exchange(
@@ -213,9 +225,12 @@ class Communicator:
             spec = _spec(operation, call.plan, self.world, copy_input=copy_input)
             return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
         on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, self.world), call)
-        if copy_input and call.async_op:
-            x = x.clone()
-        return call.serial(partial(getattr(serial, operation), x, on), self._fail_with, [x])
+        copies = copy_input and call.async_op
+
+        def start() -> serial.Started:
+            return getattr(serial, operation)(x.clone() if copies else x, on)
+
+        return call.serial(start, self._fail_with, [x])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -275,7 +290,9 @@ class Communicator:
         of an aborted communicator are never used for anything else while a peer may write to them: on the CPU each rank
         maps them until it closes; on CUDA they are given back when all ranks have closed, and are lost if one is gone.
         """
-        self._here()._follow.close()
+        if self._here()._fallback is None and self._impl is not None:
+            self._impl.drain(self._timeout + _EXIT_WAIT)  # here Ctrl-C is heard
+        self._follow.close()
         self._impl = None
         group = self._group()
         with _cache_lock:
@@ -294,11 +311,13 @@ class Communicator:
         """For tests: delays ops at random, or kills or stops the process before the op of that number."""
         self._open().set_test_hook(seed, max_delay_ms, list(streams or ()), kill_at, stop_at)
 
-    def _end(self) -> None:
+    def _end(self, deadline: float) -> None:
+        """The process ends: what is in flight may end by `deadline` (of time.monotonic), and is aborted then."""
         if self._impl is None or os.getpid() != self._process:
             return
-        if self._fallback is None:
-            self._impl.finish(_EXIT_WAIT)
+        ended = self._fallback is not None or self._impl.drain(max(deadline - time.monotonic(), 1e-3))
+        if not (ended and self._follow.drain(deadline - time.monotonic())):
+            self.abort("its process ended with calls in flight")
         self.close()
 
     def _clear_hook(self) -> None:
@@ -310,7 +329,7 @@ class Communicator:
         on_cpu = self.device_type == "cpu"
         if self._connected:
             number = self._impl.enter_serial(*identity, call.timeout if on_cpu else None)
-            return on._replace(watch=_Watch(self._impl, number))
+            return on._replace(watch=serial.Watch(self._impl, number))
         if on_cpu:
             serial.agree(identity, next(self._serial_calls), on)
         return on
@@ -427,19 +446,6 @@ class Communicator:
         )
 
 
-class _Watch(NamedTuple):
-    """Of a serial call by number; see `serial.Watch`."""
-
-    impl: _C.Communicator
-    number: int
-
-    def failed(self, cause: str) -> None:
-        self.impl.fail_serial(self.number, cause)
-
-    def leave(self) -> None:
-        self.impl.leave_serial(self.number)
-
-
 def _log_growth(name: str, size: int) -> None:
     _log.info("group '%s' has slots of %d bytes now", name, size)
 
@@ -462,15 +468,18 @@ def _allocate(
 
 @lru_cache(maxsize=1024)
 def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False) -> _C.Spec:
-    reduce = plan.reduce if operation == "gemm_reduce_scatter" else "accumulate"  # ignored, so no mismatch either
+    reduce = (
+        plan.reduce if operation in ("gemm_reduce_scatter", "gemm_all_reduce") else "accumulate"
+    )  # ignored, so no mismatch either
     chunks, streams = plan.chunks, plan.compute_streams
     return _C.Spec(operation, plan.algorithm, reduce, world, chunks, streams, keep_gathered, copy_input)
 
 
 @atexit.register
 def _end_all() -> None:
+    deadline = time.monotonic() + _EXIT_WAIT
     for communicator in list(_open_ones):
-        communicator._end()
+        communicator._end(deadline)
     _C.wait_until_outside(_EXIT_WAIT)  # what other threads were in has been aborted
 
 

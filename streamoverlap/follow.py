@@ -53,6 +53,14 @@ class FollowOnCpu:
         if self._stop is not None:
             self._stop()
 
+    def drain(self, seconds: float) -> bool:
+        """Waits until all that it was given has run; false: not in time."""
+        if self._thread is None or self._closed:
+            return True
+        last = _Task(None, lambda: None, self._is_current)
+        self._submit(last)
+        return last.wait_for(max(seconds, 0.0))
+
     def require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the communicator of this op is closed; expected an open one")
@@ -118,7 +126,7 @@ class _Task:
         self._claimed = threading.Lock()
         self._ended = threading.Event()
         self._value: Any = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def run(self) -> None:
         if not self._claimed.acquire(blocking=False):
@@ -127,8 +135,11 @@ class _Task:
             if self._before is not None:
                 self._before.join()
             self._value = self._function()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
+        except BaseException as error:  # which would end whoever waits for this
+            self._error = RuntimeError(f"a function that follows an op raised {error!r}")
+            self._error.__cause__ = error
         self._before = self._function = None  # and with them the tensors they hold
         self._ended.set()
 

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamoverlap import _C
+from streamoverlap import _C, autograd, traced
+from streamoverlap.autograd import Options, needs_gradient
 from streamoverlap.call import preparing
 from streamoverlap.communicator import Communicator, one_call
+from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet
+from streamoverlap.traced import traceable
 from streamoverlap.work import Work
 
 
@@ -30,6 +33,7 @@ _plain_call = one_call(_made_for)
 _gemm_call = one_call(lambda x, _weight=None, group=None, **_: _made_for(x, group))
 
 
+@traceable(traced.all_gather_gemm)
 @_gemm_call
 def all_gather_gemm(
     x: Tensor,
@@ -70,7 +74,8 @@ def all_gather_gemm(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it. Nothing was sent.
-        RuntimeError: a tensor requires grad while gradients are recorded, or the communicator was made before a fork.
+        RuntimeError: a tensor requires grad, while gradients are recorded, in an asynchronous call; or the communicator
+            was made before a fork.
         PeerTimeoutError: a peer did not take part in time.
         MismatchError: a peer called something else.
     """
@@ -78,19 +83,23 @@ def all_gather_gemm(
     several = not isinstance(weight, Tensor)
     weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
-    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
 
     def as_asked(both: tuple[list[Tensor], Tensor | None]):
         outputs, gathered = both
         result = outputs if several else outputs[0]
         return (result, gathered) if return_gathered else result
 
+    if needs_gradient(x, *weights, *biases) and not async_op:
+        options = _options(group, plan, timeout, streams)
+        return as_asked(autograd.all_gather_gemm(options, x, weights, biases, return_gathered))
+    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
     found = comm.all_gather_gemm(
         x, weights, biases, return_gathered, plan, async_op=async_op, timeout=timeout, streams=streams
     )
     return found.with_result(as_asked) if isinstance(found, Work) else as_asked(found)
 
 
+@traceable(traced.gemm_reduce_scatter)
 @_gemm_call
 def gemm_reduce_scatter(
     x: Tensor,
@@ -125,10 +134,58 @@ def gemm_reduce_scatter(
     _expect_tensor("weight", weight)
     if bias is not None:
         _expect_tensor("bias", bias)
-    comm = Communicator.of(group, _device(x), lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
+    device = _device(x)
+    if needs_gradient(x, weight, bias) and not async_op:
+        return autograd.gemm_reduce_scatter(_options(group, plan, timeout, streams), x, weight, bias)
+    comm = Communicator.of(group, device, lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
     return comm.gemm_reduce_scatter(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
+@traceable(traced.gemm_all_reduce)
+@_gemm_call
+def gemm_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    plan: PlanSpec | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+    streams: StreamSet | None = None,
+) -> Tensor | Work:
+    """Multiplies and sums over ranks; every rank gets the whole sum, bit for bit: ``all_reduce(x @ weight.T) + bias``.
+
+    A GEMM-reduce-scatter, then an all-gather of the sums, chunk by chunk in one plan: for layers without sequence
+    parallelism.
+
+    Args:
+        x: ``[M, K]`` or ``[s, b, K]``, this rank's slice along K; M and s need not be multiples of the group's size.
+            float32, float64, bfloat16 or float16. Copied first if it is not contiguous.
+        weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
+        group: any process group that has this rank; None is the default group.
+        bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
+        plan: how to do it; None takes the default. Equal on all ranks.
+        async_op, timeout, streams: as in `all_gather_gemm`.
+
+    Returns:
+        ``[M, N]`` (or ``[s, b, N]``): the sum (never an average). With `async_op` a Work. Its gradient is taken to be
+        the same on all ranks, too, as the result is.
+
+    Raises:
+        As `all_gather_gemm`.
+    """
+    _expect_tensor("weight", weight)
+    if bias is not None:
+        _expect_tensor("bias", bias)
+    device = _device(x)
+    if needs_gradient(x, weight, bias) and not async_op:
+        return autograd.gemm_all_reduce(_options(group, plan, timeout, streams), x, weight, bias)
+    comm = Communicator.of(group, device, lambda world: _C.validate_gemm_all_reduce(x, weight, bias, world))
+    return comm.gemm_all_reduce(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
+
+
+@traceable(traced.plain("all_gather"))
 @_plain_call
 def all_gather(
     x: Tensor,
@@ -158,6 +215,7 @@ def all_gather(
     return _exchange("all_gather", x, group, plan, copy_input, async_op, timeout, streams)
 
 
+@traceable(traced.plain("reduce_scatter"))
 @_plain_call
 def reduce_scatter(
     x: Tensor,
@@ -187,6 +245,7 @@ def reduce_scatter(
     return _exchange("reduce_scatter", x, group, plan, copy_input, async_op, timeout, streams)
 
 
+@traceable(traced.plain("all_reduce"))
 @_plain_call
 def all_reduce(
     x: Tensor,
@@ -233,7 +292,7 @@ def prepare(op: Callable, *args, **kwargs) -> None:
     run in the same order on all ranks, as with NCCL.
 
     Args:
-        op: `all_gather_gemm`, `gemm_reduce_scatter`, `all_gather`, `reduce_scatter` or `all_reduce`.
+        op: any of this module's functions that exchange, such as `all_gather_gemm`.
         *args, **kwargs: its arguments.
 
     Example:
@@ -241,7 +300,7 @@ def prepare(op: Callable, *args, **kwargs) -> None:
         >>> with torch.cuda.graph(graph):
         ...     y = so.all_gather_gemm(x, weight, group)
     """
-    if op not in (all_gather_gemm, gemm_reduce_scatter, all_gather, reduce_scatter, all_reduce):
+    if op not in (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce, all_gather, reduce_scatter, all_reduce):
         raise TypeError(f"op is {op!r}; expected one of this package's functions, such as all_gather_gemm")
     with preparing():
         op(*args, **kwargs)
@@ -261,9 +320,20 @@ def _exchange(
     device = _device(x)
     if not isinstance(copy_input, bool):
         raise TypeError(f"copy_input is a {type(copy_input).__name__}; expected a bool")
+    if needs_gradient(x) and not async_op:
+        return autograd.exchange(_options(group, plan, timeout, streams), operation, x)
     comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, world))
     exchange = getattr(comm, operation)
     return exchange(x, plan, copy_input=copy_input, async_op=async_op, timeout=timeout, streams=streams)
+
+
+def _options(
+    group: dist.ProcessGroup | None,
+    plan: PlanSpec | None,
+    timeout: float | timedelta | None,
+    streams: StreamSet | None,
+) -> Options:
+    return Options(Exchange(resolve_group(group), plan), of_call={"timeout": timeout, "streams": streams})
 
 
 def _expect_tensor(argument: str, value: object) -> None:

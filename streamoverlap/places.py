@@ -25,6 +25,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     raise TypeError(f"group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup or None")
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of that `group_name`."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def type_of(device: str | torch.device) -> str:
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):

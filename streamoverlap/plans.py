@@ -33,7 +33,7 @@ __all__ = [
     "variants",
 ]
 
-OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce")
+OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce", "gemm_all_reduce")
 
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
@@ -86,11 +86,11 @@ def variants(
     """Every builder with every option at this world size."""
     for operation, algorithm, parts in product(OPERATIONS, _ALGORITHMS, chunks):
         multiplies = "gemm" in operation
-        scatters = operation == "gemm_reduce_scatter"
+        sums_products = operation in ("gemm_reduce_scatter", "gemm_all_reduce")
         # A plain reduce-scatter sums on compute streams too; a plain all-gather uses none.
         streams = (1,) if operation == "all_gather" else compute_streams
-        reductions = _REDUCTIONS if scatters else ("accumulate",)
-        keeps = (False, True) if multiplies and not scatters else (False,)
+        reductions = _REDUCTIONS if sums_products else ("accumulate",)
+        keeps = (False, True) if multiplies and not sums_products else (False,)
         copies = (False,) if multiplies else (False, True)
         for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)

@@ -5,16 +5,16 @@ It is what every overlapped plan is compared with, and what runs where ranks sha
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamoverlap import _C
 from streamoverlap.errors import CommunicatorError, MismatchError, PeerTimeoutError
 
 # torch 2.14 renamed the single-tensor collectives; 2.11 knows the old names only.
@@ -41,11 +41,17 @@ class Started(NamedTuple):
         return self.finish()
 
 
-class Watch(Protocol):
-    """Watches one serial call in shared memory: aborts the group and names the peer to blame, for `check` to raise."""
+class Watch(NamedTuple):
+    """Of one serial call, by number, in shared memory: the group is aborted, `check` raises with the peer to blame."""
 
-    def failed(self, cause: str) -> None: ...
-    def leave(self) -> None: ...
+    communicator: _C.Communicator
+    number: int
+
+    def failed(self, cause: str) -> None:
+        self.communicator.fail_serial(self.number, cause)
+
+    def leave(self) -> None:
+        self.communicator.leave_serial(self.number)
 
 
 class Collectives(NamedTuple):
@@ -64,32 +70,19 @@ class Collectives(NamedTuple):
         work = collective(output, x.contiguous(), group=self.group, async_op=True)
         if x.device.type == "cuda":  # NCCL's own watchdog bounds it
             return Started(work.wait, lambda: output)
-        return Started(partial(self._wait, work, begin), lambda: output)
+        waiter = _C.Waiter(work, *((None, 0) if self.watch is None else self.watch))
+        return Started(partial(self._wait, waiter, begin), lambda: output)
 
-    def _wait(self, work: dist.Work, begin: float) -> None:
-        """In a thread of its own: Gloo's wait ignores its timeout, and some of its works never say they are done."""
-        errors: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait, name="streamoverlap serial", daemon=True)
-        thread.start()
+    def _wait(self, waiter: _C.Waiter, begin: float) -> None:
         grace = 0.0 if self.watch is None else _WATCH_GRACE
-        while thread.is_alive():
-            left = begin + self.timeout() + grace - time.monotonic()
-            if left <= 0:
-                raise self._error("a peer is gone, or called something else", begin)
-            thread.join(min(left, _POLL))
+        while not waiter.wait(_POLL):
             self.check()
-        if errors:
-            self._blame(str(errors[0]))
-            raise self._error(str(errors[0]), begin) from errors[0]
+            if time.monotonic() > begin + self.timeout() + grace:
+                raise self._error("a peer is gone, or called something else", begin)
+        if (cause := waiter.error()) is not None:
+            self._blame(cause)
+            raise self._error(cause, begin)
         self.check()  # what has arrived may be of another call
-        self._leave()
 
     def _blame(self, cause: str) -> None:
         """Raises who is to blame, where that can be found out."""
@@ -173,6 +166,11 @@ def all_gather_gemm(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tenso
 def gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives) -> Started:
     wait, scatter = reduce_scatter(_linear(_plain(x), weight, None), on)
     return Started(wait, scatter if bias is None else lambda: scatter().add_(_plain(bias)))
+
+
+def gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives) -> Started:
+    wait, reduce = all_reduce(_linear(_plain(x), weight, None), on)
+    return Started(wait, reduce if bias is None else lambda: reduce().add_(_plain(bias)))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from streamoverlap import _C
@@ -32,7 +34,8 @@ class PlanSpec:
         compute_streams: GEMMs go round robin over this many streams, 1 to 3.
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
-            (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter; ignored elsewhere.
+            (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter and gemm_all_reduce;
+            ignored elsewhere.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -48,6 +51,22 @@ class PlanSpec:
         _expect_one_of("reduce", self.reduce, REDUCTIONS)
         _expect_range("chunks", self.chunks, _C.MAX_CHUNKS)
         _expect_range("compute_streams", self.compute_streams, _C.MAX_COMPUTE_STREAMS)
+
+    def to_text(self) -> str:
+        """As registered ops take it, which know no class of this package."""
+        return f"{self.algorithm},{self.chunks},{self.compute_streams},{self.reduce}"
+
+
+@lru_cache
+def plan_of_text(text: str) -> PlanSpec | None:
+    """The PlanSpec that `PlanSpec.to_text` gave; None, the default, for an empty text."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\w+),(\d+),(\d+),(\w+)", text)
+    if match is None:
+        raise ValueError(f"plan is {text!r}; expected '' or the text of a PlanSpec, such as {PlanSpec().to_text()!r}")
+    algorithm, chunks, compute_streams, reduce = match.groups()
+    return PlanSpec(algorithm, int(chunks), int(compute_streams), reduce)
 
 
 class Choice(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ class Work:
         self._handle = handle
         self._result = result
         self._follow = follow
+        self._process = os.getpid()
 
     def wait(self, timeout: float | timedelta | None = None) -> Any:
         """What the caller does next comes after the op; returns the result.
@@ -47,6 +49,7 @@ class Work:
             TimeoutError: not completed within `timeout`. The op goes on and can be waited for again.
         """
         if timeout is None:
+            self._here()
             self._handle.join()
         else:
             self._wait_for(seconds_of(timeout), f"{timeout!r} (timeout)")
@@ -96,7 +99,12 @@ class Work:
         """The same op, with another view of its result; nothing runs."""
         return Work(self._handle, lambda: change(self._result()), self._follow)
 
+    def _here(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this Work was made in process {self._process}, of which this one is a fork")
+
     def _wait_for(self, seconds: float, limit: str) -> None:
+        self._here()
         if not self._handle.wait_for(seconds):
             raise TimeoutError(f"the op was not completed within {limit}; it goes on")
 

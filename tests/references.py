@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 import streamoverlap as so
 
+SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")
 PLAIN = ("all_gather", "reduce_scatter", "all_reduce")
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
@@ -54,7 +55,7 @@ def inputs(case: Case, rank: int, world: int) -> Inputs:
     scatters = case.operation.endswith("reduce_scatter")
     multiplies = "gemm" in case.operation
     lead = (case.lead[0] * world, *case.lead[1:]) if scatters else case.lead
-    sums = scatters or case.operation == "all_reduce"
+    sums = scatters or case.operation.endswith("all_reduce")
     high = _high(case, world if sums else 1)
     source = torch.Generator().manual_seed(case.seed * 1009 + rank)
     shared = torch.Generator().manual_seed(case.seed * 1009 + 1008)  # the bias of a scatter is every rank's
@@ -66,7 +67,7 @@ def inputs(case: Case, rank: int, world: int) -> Inputs:
     weights = [integers((n, case.k)) for n in case.n] if multiplies else []
     if case.column_major:
         weights = [weight.t().contiguous().t() for weight in weights]
-    biases = [integers((n,), shared if scatters else source) for n in case.n] if multiplies and case.bias else []
+    biases = [integers((n,), shared if sums else source) for n in case.n] if multiplies and case.bias else []
     return Inputs(x, weights, biases)
 
 
@@ -97,6 +98,8 @@ def expected(case: Case, rank: int, world: int) -> list[Tensor]:
             return [total]
     else:
         total = sum(each.x.double() @ each.weights[0].double().t() for each in everyone) + bias[0]
+        if case.operation == "gemm_all_reduce":
+            return [total]
     return [total.chunk(world)[rank] if len(total) else total]
 
 
@@ -121,9 +124,9 @@ def _flat(result: Any) -> list[Tensor]:
 def _call_group(case: Case, given: Inputs, on: ProcessGroup | None, options: dict[str, Any]) -> Any:
     if "gemm" not in case.operation:
         return getattr(so, case.operation)(given.x, on, plan=case.plan, **options)
-    if case.operation == "gemm_reduce_scatter":
+    if case.operation in SUMS_OF_PRODUCTS:
         bias = given.biases[0] if given.biases else None
-        return so.gemm_reduce_scatter(given.x, given.weights[0], on, bias=bias, plan=case.plan, **options)
+        return getattr(so, case.operation)(given.x, given.weights[0], on, bias=bias, plan=case.plan, **options)
     single = len(given.weights) == 1
     return so.all_gather_gemm(
         given.x,
@@ -139,9 +142,9 @@ def _call_group(case: Case, given: Inputs, on: ProcessGroup | None, options: dic
 def _call_communicator(case: Case, given: Inputs, comm: so.Communicator, options: dict[str, Any]) -> Any:
     if case.operation == "all_gather_gemm":
         return comm.all_gather_gemm(given.x, given.weights, given.biases, case.gathered, case.plan, **options)
-    if case.operation == "gemm_reduce_scatter":
+    if case.operation in SUMS_OF_PRODUCTS:
         bias = given.biases[0] if given.biases else None
-        return comm.gemm_reduce_scatter(given.x, given.weights[0], bias, case.plan, **options)
+        return getattr(comm, case.operation)(given.x, given.weights[0], bias, case.plan, **options)
     return getattr(comm, case.operation)(given.x, case.plan, **options)
 
 

@@ -201,6 +201,8 @@ DISAGREEMENTS = {
     "operation": (Case("all_gather", RING), Case("reduce_scatter", RING)),
     # On two ranks the shards are of 4 rows in either case.
     "rows within a shard": (Case("all_reduce", DIRECT, lead=(7,)), Case("all_reduce", DIRECT, lead=(8,))),
+    "no rows at all": (Case("all_gather", DIRECT, lead=(0,)), Case("all_gather", DIRECT, lead=(4,))),
+    "no rows in a ring": (replace(CASE, lead=(0,)), CASE),
     "copy of the input": (Case("all_gather", DIRECT), Case("all_gather", DIRECT, copy_input=True)),
     "dtype of the same size": tuple(Case("all_gather", DIRECT, dtype) for dtype in (torch.bfloat16, torch.float16)),
 }

@@ -301,17 +301,17 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "copy_input is a int; expected a bool",
     ),
     "x that wants a gradient": (
-        lambda: so.all_gather(wants_grad(X)),
+        lambda: so.all_gather(wants_grad(X), async_op=True),
         RuntimeError,
         "x requires grad, but this function",
     ),
     "weight that wants a gradient": (
-        lambda: gather(weight=wants_grad(W)),
+        lambda: gather(weight=wants_grad(W), async_op=True),
         RuntimeError,
         "weight requires grad, but",
     ),
     "bias that wants a gradient": (
-        lambda: scatter(bias=wants_grad(B)),
+        lambda: scatter(bias=wants_grad(B), async_op=True),
         RuntimeError,
         "bias requires grad, but",
     ),

@@ -197,7 +197,7 @@ def test_says_so_where_it_cannot_decide():
     ("spoil", "message"),
     [
         (lambda plan: plan[:9], "plan has 9 fields; expected 11"),
-        (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 4"),
+        (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 5"),
         (lambda plan: (*plan[:10], [(9, *plan[10][0][1:])]), "kind is 9; expected 0 to 7"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import subgroups
-from references import DTYPES, PLAIN, Case, call, differences, expected, inputs, verify
+from references import DTYPES, PLAIN, SUMS_OF_PRODUCTS, Case, call, differences, expected, inputs, verify
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -26,7 +26,7 @@ def sweep(operation: str, world: int, dtype: torch.dtype) -> Iterator[Case]:
     thorough = dtype == torch.float32 and world <= 3
     chunks = (1, 2, 3, 5) if world <= 4 else (1, 3)
     streams = (1, 2, 3) if thorough else (2,)
-    reductions = ("accumulate", "sum") if operation == "gemm_reduce_scatter" else ("accumulate",)
+    reductions = ("accumulate", "sum") if operation in SUMS_OF_PRODUCTS else ("accumulate",)
     overlapped = (so.PlanSpec(*options) for options in product(("direct", "ring"), chunks, streams, reductions))
     rows = ROWS if world <= 4 else ROWS[:3]
     numbers = count()

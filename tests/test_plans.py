@@ -68,9 +68,9 @@ def test_a_gather_multiplies_its_own_shard_first_and_in_place(world: int) -> Non
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_reduce_scatter_takes_its_own_shard_last_and_adds_the_bias_there(world: int) -> None:
+def test_a_sum_of_products_takes_the_own_shard_last_and_adds_the_bias_there(world: int) -> None:
     for spec, ranks in built(world):
-        if spec.operation != "gemm_reduce_scatter":
+        if spec.operation not in ("gemm_reduce_scatter", "gemm_all_reduce"):
             continue
         for plan in ranks:
             gemms = of_kind(plan, "gemm")
@@ -83,7 +83,7 @@ def test_only_what_must_travel_travels(world: int) -> None:
     for spec, ranks in built(world):
         for plan in ranks:
             puts = of_kind(plan, "put")
-            exchanges = 2 if spec.operation == "all_reduce" else 1
+            exchanges = 2 if spec.operation.endswith("all_reduce") else 1
             assert len(puts) == exchanges * (world - 1) * spec.chunks
             assert all(put.writes[0].buffer == "slot" and put.writes[0].rank != plan.rank for put in puts)
             receivers = {put.writes[0].rank for put in puts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -70,11 +71,14 @@ def test_only_the_reduce_scatter_needs_memory_for_the_copy() -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_all_reduce_sums_its_own_shard_last_and_sends_it_on_first(world: int) -> None:
-    for spec in variants(world, ("all_reduce",)):
+    for spec in variants(world, ("all_reduce", "gemm_all_reduce")):
         for plan in plans.build_spec(spec):
-            reduces = [op for op in plan.ops if op.kind == "reduce"]
             own = [Region("output", plan.rank, plan.rank, chunk) for chunk in range(spec.chunks)]
-            assert [op.writes[0] for op in reduces[-spec.chunks :]] == own
+            sums = [
+                op.writes[0] for op in plan.ops if op.kind in ("gemm", "reduce") and op.writes[0].buffer == "output"
+            ]
+            if world > 1 or not spec.copy_input:  # else the copy is the sum
+                assert [*dict.fromkeys(reversed(sums))][spec.chunks - 1 :: -1] == own
             puts = [op for op in plan.ops if op.kind == "put"]
             assert len(puts) == 2 * (world - 1) * spec.chunks
             if world > 1:
@@ -83,16 +87,16 @@ def test_an_all_reduce_sums_its_own_shard_last_and_sends_it_on_first(world: int)
                 assert {op.reads[0] for op in first} == set(own)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_an_all_reduce_gathers_a_chunk_before_it_sums_the_next(algorithm: str) -> None:
-    plan = plans.build("all_reduce", world=3, algorithm=algorithm, chunks=2)[1]
+@pytest.mark.parametrize(("operation", "algorithm"), [*product(("all_reduce", "gemm_all_reduce"), ("ring", "direct"))])
+def test_an_all_reduce_gathers_a_chunk_before_it_sums_the_next(operation: str, algorithm: str) -> None:
+    plan = plans.build(operation, world=3, algorithm=algorithm, chunks=2)[1]
     own = [Region("output", 1, 1, chunk) for chunk in (0, 1)]
 
     def position(kind: str, wanted: Callable[[Op], bool]) -> int:
         return next(i for i, op in enumerate(plan.ops) if op.kind == kind and wanted(op))
 
     sent = position("put", lambda op: op.reads[0] == own[0])
-    summed = position("reduce", lambda op: op.writes[0] == own[1])
+    summed = position("reduce" if operation == "all_reduce" else "gemm", lambda op: op.writes[0] == own[1])
     assert sent < summed
 
 

@@ -86,6 +86,14 @@ std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_reduce_scatt
   return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world), spec, options);
 }
 
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_all_reduce(const at::Tensor& x,
+                                                                               const at::Tensor& weight,
+                                                                               const std::optional<at::Tensor>& bias,
+                                                                               const plan::Spec& spec,
+                                                                               const CallOptions& options) {
+  return run_one(gemm_all_reduce_problem(x, weight, bias, config_.world), spec, options);
+}
+
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec,
                                                                           const CallOptions& options) {
   return run_one(all_gather_problem(x, config_.world), spec, options);
@@ -137,7 +145,8 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
     group_->fail("could not allocate its tensors: " + cause.substr(0, cause.find('\n')));
     throw;
   }
-  if (problem->empty()) return options.async && !options.prepare_only ? work(nullptr) : nullptr;
+  // With peers also a call without data is made, so that a rank which has data finds out.
+  if (problem->empty() && config_.world == 1) return options.async && !options.prepare_only ? work(nullptr) : nullptr;
   problem->plan = PlanCache::instance().get(spec, config_.rank);
   Call& call = problem->call;
   call.plan = problem->plan.get();
@@ -147,8 +156,10 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
   }
   std::unique_ptr<InFlight> in_flight;
   {
-    const std::lock_guard<std::mutex> lock(order_);
-    if (!backend_->fits(call.slot_bytes())) grow(call.slot_bytes());
+    const std::unique_lock<std::timed_mutex> lock = in_order();
+    if (!backend_->fits(call.slot_bytes())) {
+      grow(call.slot_bytes(), options.timeout.count() ? options.timeout : group_->timeout(), call.signature);
+    }
     if (options.prepare_only) {
       backend_->prepare(*problem);
       return nullptr;
@@ -160,10 +171,24 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
   return nullptr;
 }
 
-void Communicator::grow(std::int64_t bytes) {
+// Another thread may wait for peers while it has its turn.
+std::unique_lock<std::timed_mutex> Communicator::in_order() {
+  std::unique_lock<std::timed_mutex> lock(order_, std::defer_lock);
+  while (!lock.try_lock_for(kPollInterval)) poll_();
+  return lock;
+}
+
+void Communicator::grow(std::int64_t bytes, std::chrono::milliseconds timeout, std::uint32_t signature) {
   bytes = (bytes + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
+  const auto begin = std::chrono::steady_clock::now();
   try {
-    backend_->grow(bytes, group_->timeout());
+    backend_->grow(bytes, timeout);
+  } catch (const PeerMissing& missing) {
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    group_->fail_peer(missing.peer,
+                      "gave no memory for slots of " + std::to_string(bytes) + " bytes: " + missing.what(), signature,
+                      elapsed.count());
+    throw group_->error(signature);
   } catch (const std::exception& error) {
     // The others wait for this rank's memory, or have it already and go on without: they must not hang either. All
     // ranks throw the same, the first cause, unless it is this rank's user who wants no more.
@@ -175,14 +200,14 @@ void Communicator::grow(std::int64_t bytes) {
 }
 
 void Communicator::reserve(std::int64_t slot_bytes) {
-  const std::lock_guard<std::mutex> lock(order_);
-  if (!backend().fits(slot_bytes)) grow(slot_bytes);
+  const std::unique_lock<std::timed_mutex> lock = in_order();
+  if (!backend().fits(slot_bytes)) grow(slot_bytes, group().timeout(), 0);
 }
 
 std::uint32_t Communicator::enter_serial(std::uint32_t signature, const std::string& text,
                                          std::optional<double> timeout_seconds) {
   if (!group().described(signature)) group_->describe(signature, text);
-  const std::uint32_t number = group_->enter_serial(signature);
+  const std::uint32_t number = group_->enter_serial(signature, poll_);
   if (timeout_seconds) {
     const auto timeout = *timeout_seconds > 0 ? milliseconds(*timeout_seconds) : std::chrono::milliseconds{0};
     group_->watch_serial(number, signature, timeout);
@@ -202,12 +227,14 @@ void Communicator::abort(const std::string& cause) { group().fail(cause); }
 
 void Communicator::set_report_path(const std::string& path) { group().set_report_path(path); }
 
-void Communicator::finish(double seconds) {
+bool Communicator::drain(double seconds) {
   const auto deadline = std::chrono::steady_clock::now() + milliseconds(seconds);
   while (!group().aborted() && !backend().is_idle()) {
-    if (std::chrono::steady_clock::now() > deadline) return abort("its process ended with calls in flight");
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    poll_();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  return true;
 }
 
 void Communicator::check() { group().check(); }

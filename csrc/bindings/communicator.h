@@ -46,6 +46,9 @@ class Communicator {
   std::pair<at::Tensor, WorkPointer> gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                                          const std::optional<at::Tensor>& bias, const plan::Spec& spec,
                                                          const CallOptions& options);
+  std::pair<at::Tensor, WorkPointer> gemm_all_reduce(const at::Tensor& x, const at::Tensor& weight,
+                                                     const std::optional<at::Tensor>& bias, const plan::Spec& spec,
+                                                     const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> all_gather(const at::Tensor& x, const plan::Spec& spec,
                                                 const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> reduce_scatter(const at::Tensor& x, const plan::Spec& spec,
@@ -65,13 +68,14 @@ class Communicator {
   void set_timeout(double seconds);
   void abort(const std::string& cause);
   void set_report_path(const std::string& path);
-  // Waits for calls in flight, and aborts those that have not ended then: the process is about to end.
-  void finish(double seconds);
+  // Waits until no call is in flight, or the group has failed; false: not in time.
+  bool drain(double seconds);
   void check();  // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
   // As of Group, for errors.
   std::string report(std::chrono::milliseconds wait) const { return group().report(wait); }
   bool first_to_ask() { return group().first_to_ask(); }
+  const std::shared_ptr<Group>& shared_group() const { return group_; }  // null before connect()
   std::map<std::string, std::uintptr_t> raw_streams();
 
  private:
@@ -79,7 +83,8 @@ class Communicator {
   Backend& backend() const;
   WorkPointer run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec, const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> run_one(Problem problem, const plan::Spec& spec, const CallOptions& options);
-  void grow(std::int64_t bytes);
+  std::unique_lock<std::timed_mutex> in_order();
+  void grow(std::int64_t bytes, std::chrono::milliseconds timeout, std::uint32_t signature);
 
   GroupConfig config_;
   Poll poll_;
@@ -89,7 +94,7 @@ class Communicator {
   std::shared_ptr<Group> group_;      // from connect() on
   std::unique_ptr<Backend> backend_;  // from attach() on
   std::function<void(std::int64_t)> on_growth_;
-  std::mutex order_;  // of calls, and of growth among them
+  std::timed_mutex order_;  // of calls, and of growth among them
 };
 
 }  // namespace streamoverlap

@@ -13,7 +13,7 @@ namespace {
 
 class HostCall : public InFlight {
  public:
-  explicit HostCall(std::shared_ptr<host::Pending> pending) : pending_(std::move(pending)) {}
+  HostCall(std::shared_ptr<host::Pending> pending, Poll poll) : pending_(std::move(pending)), poll_(std::move(poll)) {}
 
   void join() override {
     pending_->wait();
@@ -21,11 +21,14 @@ class HostCall : public InFlight {
   }
   bool is_settled() override { return joined_; }
   bool is_completed() override { return joined_ || pending_->ended()->reached(); }
-  bool wait_until(Clock::time_point deadline) override { return joined_ || pending_->ended()->wait_until(deadline); }
+  bool wait_until(Clock::time_point deadline) override {
+    return joined_ || pending_->ended()->wait_until(deadline, poll_);
+  }
   void check() override { pending_->check(); }
 
  private:
   const std::shared_ptr<host::Pending> pending_;
+  const Poll poll_;
   std::atomic<bool> joined_{false};  // the streams need a moment more to come to their ends
 };
 
@@ -57,7 +60,7 @@ class HostBackend : public Backend {
     const Call& call = problem->call;
     try {
       return std::make_unique<HostCall>(
-          executor_.issue(call, std::make_shared<HostCompute>(problem), streams_, options.timeout));
+          executor_.issue(call, std::make_shared<HostCompute>(problem), streams_, options.timeout), poll_);
     } catch (const std::bad_alloc&) {
       group_->fail("out of memory for scratch of " + std::to_string(call.scratch_bytes()) + " bytes", call.signature);
       throw;

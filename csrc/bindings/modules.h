@@ -6,6 +6,7 @@ namespace streamoverlap {
 
 void register_plan(pybind11::module_&);
 void register_communicator(pybind11::module_&);
+void register_waiter(pybind11::module_&);
 #ifdef STREAMOVERLAP_WITH_CUDA
 void register_streams(pybind11::module_&);
 #endif

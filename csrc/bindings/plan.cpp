@@ -36,7 +36,9 @@ Enum parse(const char* field, const std::string& text, int count) {
   throw py::value_error(std::string(field) + " is '" + text + "'; expected one of " + expected);
 }
 
-plan::Operation parse_operation(const std::string& text) { return parse<plan::Operation>("operation", text, 5); }
+plan::Operation parse_operation(const std::string& text) {
+  return parse<plan::Operation>("operation", text, plan::kOperations);
+}
 plan::Algorithm parse_algorithm(const std::string& text) { return parse<plan::Algorithm>("algorithm", text, 2); }
 plan::Reduction parse_reduction(const std::string& text) { return parse<plan::Reduction>("reduce", text, 2); }
 plan::Buffer parse_buffer(const std::string& text) { return parse<plan::Buffer>("buffer", text, plan::kBuffers); }

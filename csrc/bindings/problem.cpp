@@ -143,8 +143,34 @@ std::vector<std::int64_t> with_sizes(const at::Tensor& x, std::int64_t first, st
 
 std::int64_t rows_of(const at::Tensor& x) { return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1); }
 
+// Every rank sums a shard of ceil(rows / world) rows; the last ones may have fewer, or none.
+void share_rows(Problem& problem, std::int64_t rows, int world) {
+  problem.shard_rows = (rows + world - 1) / world;
+  problem.call.missing_rows = world * problem.shard_rows - rows;
+}
+
 void set_view(Problem& problem, Buffer buffer, std::int64_t row_bytes, bool all_shards) {
   view(problem.call, buffer) = {nullptr, row_bytes, all_shards ? row_bytes * problem.shard_rows : 0};
+}
+
+Problem summed_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  Problem problem;
+  problem.x = matrix_input(x);
+  check_weight(weight, "weight", x);
+  problem.biases.resize(1);
+  if (bias) problem.biases[0] = check_bias(*bias, "bias", x, weight.size(0));
+  problem.weights = {weight};
+  return problem;
+}
+
+void set_product_views(Problem& problem, bool all_shards_out) {
+  const at::Tensor& x = problem.x;
+  const std::int64_t n_bytes = problem.weights[0].size(0) * static_cast<std::int64_t>(x.element_size());
+  set_view(problem, Buffer::Input, x.size(-1) * static_cast<std::int64_t>(x.element_size()), true);
+  set_view(problem, Buffer::Slot, n_bytes, true);
+  set_view(problem, Buffer::Scratch, n_bytes, true);
+  set_view(problem, Buffer::Output, n_bytes, all_shards_out);
+  problem.call.shard_rows = problem.shard_rows;
 }
 
 }  // namespace
@@ -210,21 +236,20 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
 
 Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias, int world) {
-  Problem problem;
-  problem.x = matrix_input(x);
-  check_weight(weight, "weight", x);
-  problem.biases.resize(1);
-  if (bias) problem.biases[0] = check_bias(*bias, "bias", x, weight.size(0));
+  Problem problem = summed_product(x, weight, bias);
   check_divisible(x, world);
-  problem.weights = {weight};
   problem.shard_rows = rows_of(x) / world;
   problem.output_sizes.push_back(with_sizes(x, x.size(0) / world, weight.size(0)));
-  const std::int64_t n_bytes = weight.size(0) * x.element_size();
-  set_view(problem, Buffer::Input, x.size(-1) * x.element_size(), true);
-  set_view(problem, Buffer::Slot, n_bytes, true);
-  set_view(problem, Buffer::Scratch, n_bytes, true);
-  set_view(problem, Buffer::Output, n_bytes, false);
-  problem.call.shard_rows = problem.shard_rows;
+  set_product_views(problem, false);
+  return problem;
+}
+
+Problem gemm_all_reduce_problem(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                int world) {
+  Problem problem = summed_product(x, weight, bias);
+  share_rows(problem, rows_of(x), world);
+  problem.output_sizes.push_back(with_sizes(x, x.size(0), weight.size(0)));
+  set_product_views(problem, true);
   return problem;
 }
 
@@ -264,19 +289,17 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) 
   return problem;
 }
 
-// Every rank sums a shard of ceil(rows / world) rows; the last ones may have fewer, or none.
 Problem all_reduce_problem(const at::Tensor& x, int world) {
   Problem problem;
   problem.x = plain_input(x);
   problem.output_sizes.push_back(x.sizes().vec());
   const std::int64_t rows = x.numel() == 0 ? 0 : x.size(0);
-  problem.shard_rows = (rows + world - 1) / world;
+  share_rows(problem, rows, world);
   const std::int64_t row_bytes = rows == 0 ? 0 : x.numel() / rows * x.element_size();
   set_view(problem, Buffer::Input, row_bytes, true);
   set_view(problem, Buffer::Slot, row_bytes, true);
   set_view(problem, Buffer::Output, row_bytes, true);
   problem.call.shard_rows = problem.shard_rows;
-  problem.call.missing_rows = world * problem.shard_rows - rows;
   return problem;
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <thread>
 
@@ -33,7 +34,9 @@ template <class Source>  // Communicator or Work
                      : error.kind == AbortKind::Mismatch  ? "MismatchError"
                                                           : "CommunicatorError";
   const py::module_ errors = py::module_::import("streamoverlap.errors");
-  const py::object value = errors.attr(name)(error.what(), error.group, error.op, error.peer, error.elapsed, report);
+  const auto what = py::reinterpret_steal<py::str>(  // causes may be texts of anybody's exceptions
+      PyUnicode_DecodeUTF8(error.what(), static_cast<py::ssize_t>(std::strlen(error.what())), "replace"));
+  const py::object value = errors.attr(name)(what, error.group, error.op, error.peer, error.elapsed, report);
   if (source.first_to_ask()) errors.attr("log_failure")(value);
   PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
   throw py::error_already_set();
@@ -195,6 +198,7 @@ void register_communicator(py::module_& m) {
           py::arg("on_growth") = py::none())
       .def("all_gather_gemm", released(&Communicator::all_gather_gemm))
       .def("gemm_reduce_scatter", released(&Communicator::gemm_reduce_scatter))
+      .def("gemm_all_reduce", released(&Communicator::gemm_all_reduce))
       .def("all_gather", released(&Communicator::all_gather))
       .def("reduce_scatter", released(&Communicator::reduce_scatter))
       .def("all_reduce", released(&Communicator::all_reduce))
@@ -207,7 +211,7 @@ void register_communicator(py::module_& m) {
       .def("set_timeout", released(&Communicator::set_timeout), py::arg("seconds"))
       .def("set_report_path", released(&Communicator::set_report_path), py::arg("path"))
       .def("abort", released(&Communicator::abort), py::arg("cause"))
-      .def("finish", released(&Communicator::finish), py::arg("seconds"))
+      .def("drain", released(&Communicator::drain), py::arg("seconds"))
       .def("check", released(&Communicator::check))
       .def(
           "set_test_hook",
@@ -243,6 +247,10 @@ void register_communicator(py::module_& m) {
               return serial_call(plan::Operation::GemmReduceScatter,
                                  gemm_reduce_scatter_problem(x, weight, bias, world), world);
             }));
+  m.def("validate_gemm_all_reduce", torch::wrap_pybind_function([](const at::Tensor& x, const at::Tensor& weight,
+                                                                   const std::optional<at::Tensor>& bias, int world) {
+          return serial_call(plan::Operation::GemmAllReduce, gemm_all_reduce_problem(x, weight, bias, world), world);
+        }));
   m.def("validate_all_gather", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
           return serial_call(plan::Operation::AllGather, all_gather_problem(x, world), world);
         }));

@@ -13,6 +13,7 @@ void copy(void* to, const void* from, std::int64_t bytes, const c10::cuda::CUDAS
 
 void sum(const Steps& steps, const Step& step, void* to, const Bases& bases, at::ScalarType dtype,
          const c10::cuda::CUDAStream& stream) {
+  if (step.bytes == 0) return;
   Terms terms;
   terms.count = step.count;
   for (int i = 0; i < step.count; ++i) terms.data[i] = steps.terms[step.first + i].in(bases);

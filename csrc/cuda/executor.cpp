@@ -77,7 +77,8 @@ std::int64_t Executor::slot_bytes(Lane::Use use) const {
 }
 
 bool Executor::is_idle() const {
-  const std::lock_guard<std::mutex> lock(issue_);
+  const std::unique_lock<std::mutex> lock(issue_, std::try_to_lock);
+  if (!lock) return false;  // a call is about to be issued, and may wait for the streams
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   return idle();
 }

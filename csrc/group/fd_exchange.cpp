@@ -137,16 +137,20 @@ std::vector<std::shared_ptr<Segment>> FdExchange::share(std::shared_ptr<Segment>
   segments[rank_] = std::move(own);
   for (;;) {
     std::string missing;
+    int first = -1;
     for (int peer = 0; peer < world_; ++peer) {
-      if (peer != rank_ && received_.count({generation_, peer}) == 0) missing += " " + std::to_string(peer);
+      if (peer != rank_ && received_.count({generation_, peer}) == 0) {
+        missing += " " + std::to_string(peer);
+        if (first < 0) first = peer;
+      }
     }
     if (missing.empty()) break;
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (left <= 0) {
-      throw std::runtime_error(
-          "rank " + std::to_string(rank_) + " got no shared memory from rank(s)" + missing + " within " +
-          std::to_string(timeout.count()) + " ms" +
-          (refused_ ? "; refused " + std::to_string(refused_) + " connection(s) of strangers" : ""));
+      throw PeerMissing(first,
+                        "rank " + std::to_string(rank_) + " got no shared memory from rank(s)" + missing + " within " +
+                            std::to_string(timeout.count()) + " ms" +
+                            (refused_ ? "; refused " + std::to_string(refused_) + " connection(s) of strangers" : ""));
     }
     if (poll) poll();
     accept_and_receive(static_cast<int>(std::min<long long>(left, kPollInterval.count())));
@@ -166,7 +170,7 @@ void FdExchange::send_to(int peer, int fd, Deadline deadline) const {
   const Fd connection = make_socket();
   while (::connect(connection.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
     if (errno == ECONNREFUSED) {
-      throw std::runtime_error(who + ": nobody listens there (has that rank ended, or is it on another host?)");
+      throw PeerMissing(peer, who + ": nobody listens there (has that rank ended, or is it on another host?)");
     }
     if ((errno != EAGAIN && errno != EINTR) || Clock::now() > deadline) fail(errno, who + ": connect");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,13 @@
 #include "segment.h"
 
 namespace streamoverlap {
+
+// A peer has handed over nothing.
+struct PeerMissing : std::runtime_error {
+  PeerMissing(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
+
+  int peer;
+};
 
 class FdExchange {
  public:

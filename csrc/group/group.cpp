@@ -11,7 +11,9 @@
 namespace streamoverlap {
 namespace {
 
+constexpr std::chrono::milliseconds kRoomWait{1};
 constexpr std::chrono::milliseconds kRecordWait{100};  // a claim without a record: its writer has died
+constexpr std::size_t kMaxTexts = 4096;
 
 void validate(const GroupConfig& config) {
   const auto expect = [&config](bool ok, const std::string& what) {
@@ -62,6 +64,7 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
 
 void Group::describe(std::uint32_t signature, const std::string& text) {
   std::lock_guard<std::mutex> lock(texts_mutex_);
+  if (texts_.size() >= kMaxTexts) texts_.clear();  // shapes may change for ever; calls to come describe themselves anew
   texts_[signature] = text;
 }
 
@@ -116,6 +119,16 @@ bool Group::fail(const std::string& cause, std::uint32_t own_signature) {
   AbortRecord record;
   record.culprit = rank();
   record.signature = own_signature;
+  set_text(record.cause, cause);
+  return abort(record);
+}
+
+bool Group::fail_peer(int peer, const std::string& cause, std::uint32_t own_signature, double elapsed) {
+  AbortRecord record;
+  record.kind = AbortKind::PeerTimeout;
+  record.culprit = peer;
+  record.signature = own_signature;
+  record.elapsed = elapsed;
   set_text(record.cause, cause);
   return abort(record);
 }
@@ -181,9 +194,28 @@ std::string Group::report(std::chrono::milliseconds wait) const {
   return report_;
 }
 
-std::uint32_t Group::enter_serial(std::uint32_t signature) {
+void Group::await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll) {
+  if (number < kSerialCalls) return;
+  const std::uint64_t needed = number - (kSerialCalls - 1);
+  const auto begin = std::chrono::steady_clock::now();
+  for (int peer = 0; peer < world(); ++peer) {
+    const LongWord& word = control(peer).head().serial[needed % kSerialCalls];
+    while (peer != rank() && word.load() >> 32 < needed) {
+      check();
+      if (poll) poll();
+      std::this_thread::sleep_for(kRoomWait);
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      if (elapsed < timeout()) continue;
+      fail_peer(peer, "is " + std::to_string(kSerialCalls) + " serial calls behind", signature, elapsed.count());
+      throw error(signature);
+    }
+  }
+}
+
+std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll) {
   check();
   const std::uint64_t number = ++serial_calls_;
+  await_serial_room(number, signature, poll);
   const auto word = [this, number](int rank) -> LongWord& {
     return control(rank).head().serial[number % kSerialCalls];
   };

@@ -20,6 +20,7 @@
 
 #include "errors.h"
 #include "layout.h"
+#include "poll.h"
 #include "segment.h"
 
 namespace streamoverlap {
@@ -73,13 +74,16 @@ class Group {
   bool abort(AbortRecord record);  // false: another rank or thread was first
   // This rank cannot do its part; its peers have the call or will have it, and must not wait. 0: of no known call.
   bool fail(const std::string& cause, std::uint32_t own_signature = 0);
+  // A peer does not do its part; `cause` completes "waited ... for rank N, which".
+  bool fail_peer(int peer, const std::string& cause, std::uint32_t own_signature, double elapsed);
   bool abort_mismatch(int culprit, std::uint32_t own_signature, std::uint32_t found);
   AbortError error(std::uint32_t own_signature = 0) const;  // only after an abort
   void check() const;                                       // throws error() if aborted
 
   // A call by the group's own collective begins. Of two ranks whose calls of one number differ, the later one throws
-  // here, before it sends anything; the other, which may wait for it already, sees the abort word. Returns the number.
-  std::uint32_t enter_serial(std::uint32_t signature);
+  // here, before it sends anything; the other, which may wait for it already, sees the abort word. A rank that is
+  // kSerialCalls ahead of a peer waits for it, since both would not compare. Returns the number.
+  std::uint32_t enter_serial(std::uint32_t signature, const Poll& poll = {});
   // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
   // the peer that is gone and abort.
   void watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout);
@@ -98,6 +102,7 @@ class Group {
   bool first_to_ask() { return !asked_.exchange(true); }  // so that it is logged once
 
  private:
+  void await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll);
   Word& abort_word() const { return control(0).head().abort; }
 
   GroupConfig config_;

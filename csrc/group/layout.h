@@ -6,6 +6,7 @@
 // with stream memory operations at the offsets given here.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -37,8 +38,8 @@ inline constexpr std::uint32_t kReceived = 2;
 inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 
 // Calls by the group's own collective (serial) carry no flags: a rank tells which it makes in a word of these, call n
-// in word n % kSerialCalls: n in the upper half, its signature in the lower. Ranks that are further apart than that do
-// not compare.
+// in word n % kSerialCalls: n in the upper half, its signature in the lower. A rank that is as far ahead of
+// a peer waits for it.
 inline constexpr int kSerialCalls = 256;
 
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
@@ -57,10 +58,13 @@ struct AbortRecord {
   char cause[512] = {};               // completes "..., which", or the text of an exception
 };
 
-// Copies what fits; `to` is zeroed.
+// Copies what fits, in whole UTF-8 characters; `to` is zeroed.
 template <std::size_t N>
 void set_text(char (&to)[N], const std::string& text) {
-  text.copy(to, N - 1);
+  std::size_t size = std::min(text.size(), N - 1);
+  const auto continues = [&text](std::size_t i) { return (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80; };
+  while (size > 0 && size < text.size() && continues(size)) --size;
+  text.copy(to, size);
 }
 
 // The abort word.

@@ -1,6 +1,7 @@
 // A point in a stream that others can wait for. A plan records each of its events once.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -29,9 +30,17 @@ class Event {
     }
   }
   // False: not reached by then.
-  bool wait_until(std::chrono::steady_clock::time_point deadline) const {
+  bool wait_until(std::chrono::steady_clock::time_point deadline, const Poll& poll) const {
     std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_until(lock, deadline, [this] { return reached_; });
+    const auto reached = [this] { return reached_; };
+    for (;;) {
+      const auto now = std::chrono::steady_clock::now();
+      if (changed_.wait_until(lock, std::min(deadline, now + kPollInterval), reached)) return true;
+      if (now >= deadline) return false;
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
   }
   bool reached() const {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -38,7 +38,8 @@ std::int64_t Executor::slot_bytes() const {
 }
 
 bool Executor::is_idle() const {
-  std::lock_guard<std::mutex> lock(issue_);
+  const std::unique_lock<std::mutex> lock(issue_, std::try_to_lock);
+  if (!lock) return false;  // a call is about to be issued, and may wait for its slot
   return std::all_of(slots_.begin(), slots_.end(),
                      [](const Slot& slot) { return !slot.ended || slot.ended->reached(); });
 }

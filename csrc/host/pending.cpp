@@ -39,7 +39,7 @@ void Pending::start(const StreamSet& streams) {
     });
   }
 
-  run(ops[plan::kMain]);
+  run(ops[plan::kMain]);  // the issue, which waits for nothing
   if (alone) finish();
 }
 
@@ -58,7 +58,10 @@ void Pending::finish() {
 }
 
 void Pending::wait() {
-  run(main_);
+  if (const std::exception_ptr stopped = run(main_)) {
+    ended_->wait();
+    std::rethrow_exception(stopped);
+  }
   check();
 }
 
@@ -72,17 +75,22 @@ void Pending::check() const {
   throw group_.error(call_.signature);
 }
 
-// After an abort only events still happen, so that all streams come to their end.
-void Pending::run(const Ops& ops) {
+// After an abort only events still happen, so that all streams come to their end. What the poll of a wait throws is
+// returned, for the one who waits: to others the call has failed as to the peers.
+std::exception_ptr Pending::run(const Ops& ops) {
+  std::exception_ptr stopped;
   for (const Op* op : ops) {
     try {
       if (config_.before_op && !group_.aborted()) config_.before_op(*op, config_.number);
       run(*op);
     } catch (...) {
-      fail(std::current_exception());
+      const bool polled = op->stream == plan::kMain && op->kind == Kind::Wait;
+      if (polled) stopped = std::current_exception();
+      fail(std::current_exception(), !polled);
       if (op->kind == Kind::Record) events_[op->event].record();
     }
   }
+  return stopped;
 }
 
 void Pending::run(const Op& op) {
@@ -91,10 +99,10 @@ void Pending::run(const Op& op) {
     const bool polls = op.stream == plan::kMain && config_.poll;
     return polls ? events_[op.event].wait(config_.poll) : events_[op.event].wait();
   }
-  if (group_.aborted()) return fail(nullptr);
+  if (group_.aborted()) return fail(nullptr, false);
   if (op.kind == Kind::Notify) return notify(op.flag);
   if (op.kind != Kind::Await) return run_data(op);
-  if (!await(op.flag)) fail(nullptr);
+  if (!await(op.flag)) fail(nullptr, false);
 }
 
 void Pending::run_data(const Op& op) {
@@ -147,7 +155,7 @@ Block Pending::block(const plan::Region& region) const {
   }
 }
 
-void Pending::fail(std::exception_ptr error) {
+void Pending::fail(std::exception_ptr error, bool keep) {
   if (error) {
     std::string cause = "an exception of an unknown type";
     try {
@@ -156,7 +164,7 @@ void Pending::fail(std::exception_ptr error) {
       cause = e.what();
     } catch (...) {
     }
-    {
+    if (keep) {
       std::lock_guard<std::mutex> lock(error_mutex_);
       if (!error_) error_ = error;
     }

@@ -53,8 +53,9 @@ class Pending : public std::enable_shared_from_this<Pending> {
   void start(const StreamSet& streams);
 
   // Does what main still has to do, which is to wait for the other streams; then the result is ready. Throws what
-  // Compute threw, or AbortError; either way nothing touches the caller's memory any more. Any thread may call it, any
-  // number of times, or nobody: the call comes to its end by itself.
+  // Compute threw, AbortError, or what the poll threw, which ends the call on all ranks; in any case nothing touches
+  // the caller's memory any more. Any thread may call it, any number of times, or nobody: the call comes to its end by
+  // itself.
   void wait();
   // Throws what wait() would throw, if that is known by now.
   void check() const;
@@ -64,13 +65,13 @@ class Pending : public std::enable_shared_from_this<Pending> {
  private:
   using Ops = std::vector<const plan::Op*>;
 
-  void run(const Ops& ops);
+  std::exception_ptr run(const Ops& ops);
   void run(const plan::Op& op);
   void run_data(const plan::Op& op);
   void notify(const plan::Flag& flag);
   bool await(const plan::Flag& flag);
   Block block(const plan::Region& region) const;
-  void fail(std::exception_ptr error);
+  void fail(std::exception_ptr error, bool keep);
   void begin();
   void finish();
 

@@ -1,11 +1,11 @@
-// all_reduce: a reduce-scatter, then an all-gather of the sums, chunk by chunk: a chunk is gathered as soon as it is
-// summed. A rank's own shard comes last in the one and so is the first in the other. The output takes partials on their
-// way, and the copy of the input; no scratch memory is needed.
+// all_reduce and gemm_all_reduce: a reduce-scatter, then an all-gather of the sums, chunk by chunk: a chunk is gathered
+// as soon as it is summed. A rank's own shard comes last in the one and so is the first in the other. The output takes
+// partials on their way, and the copy of the input.
 #include "all_reduce.h"
 
 #include <vector>
 
-#include "writer.h"
+#include "sums.h"
 
 namespace streamoverlap::plan {
 
@@ -20,21 +20,16 @@ Plan all_reduce_direct(const Spec& spec, int rank) {
   for (int c = 0; c < spec.chunks; ++c) {
     for (int step = 1; step < spec.world; ++step) {
       const int to = w.peer(step);
-      sent[c][step] = w.put(w.source(to, c), Writer::slot_of(to, rank, c), c);
+      sent[c][step] = put(w, direct_partial(w, to, c), Writer::slot_of(to, rank, c), c);
     }
   }
 
+  const std::vector<Stream> compute = own_partials(w);
   for (int c = 0; c < spec.chunks; ++c) {
-    const Stream compute = w.next_compute();
-    const Region sum = w.output(rank, c);
-    for (int step = 1; step < spec.world; ++step) w.wait(compute, w.await(w.peer(-step), c, sent[c][step]));
-    // In the order of ranks, so the result does not depend on which rank sums.
-    std::vector<Region> terms;
-    for (int j = 0; j < spec.world; ++j) terms.push_back(j == rank ? w.source(rank, c) : w.slot(j, c));
-    w.reduce(compute, terms, sum);
-    if (spec.world > 1) w.wait(kSend, w.record(compute));
+    sum_own(w, compute[c], c, sent[c]);
     for (int step = 1; step < spec.world; ++step) {
-      sent[c][step] = w.put(sum, Writer::slot_of(w.peer(step), sum_in(rank), c), spec.chunks + c);
+      const Region to = Writer::slot_of(w.peer(step), sum_in(rank), c);
+      sent[c][step] = put(w, {w.output(rank, c), compute[c]}, to, spec.chunks + c);
     }
   }
 
@@ -59,21 +54,9 @@ Plan all_reduce_ring(const Spec& spec, int rank) {
   w.take_credits();
   for (int step = 0; step < spec.world; ++step) {
     const int shard = w.peer(-1 - step);
-    const bool last = step + 1 == spec.world;
     for (int c = 0; c < spec.chunks; ++c) {
-      Region part = w.source(shard, c);
-      if (step > 0 || last) {
-        const Stream compute = w.next_compute();
-        std::vector<Region> terms = {part};
-        if (step > 0) {
-          w.wait(compute, w.await(previous, (step - 1) * spec.chunks + c, sent[c]));
-          terms.insert(terms.begin(), w.slot(shard, c));
-        }
-        part = w.output(shard, c);
-        w.reduce(compute, terms, part);
-        if (spec.world > 1) w.wait(kSend, w.record(compute));
-      }
-      if (spec.world > 1) sent[c] = w.put(part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
+      const Made part = ring_partial(w, step, shard, c, sent[c], w.output(shard, c));
+      if (spec.world > 1) sent[c] = put(w, part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
     }
   }
 

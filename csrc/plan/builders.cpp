@@ -48,7 +48,7 @@ Plan build(const Spec& spec, int rank) {
   validate(spec);
   expect_none(outside("rank", rank, 0, spec.world - 1));
   const bool ring = spec.algorithm == Algorithm::Ring;
-  if (spec.operation == Operation::AllReduce) return ring ? all_reduce_ring(spec, rank) : all_reduce_direct(spec, rank);
+  if (reduces_all(spec)) return ring ? all_reduce_ring(spec, rank) : all_reduce_direct(spec, rank);
   if (gathers(spec)) return ring ? gather_ring(spec, rank) : gather_direct(spec, rank);
   return ring ? scatter_ring(spec, rank) : scatter_direct(spec, rank);
 }

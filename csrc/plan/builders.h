@@ -17,7 +17,11 @@ inline bool scatters(const Spec& spec) {
   return spec.operation == Operation::GemmReduceScatter || spec.operation == Operation::ReduceScatter;
 }
 inline bool multiplies(const Spec& spec) {
-  return spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter;
+  return spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter ||
+         spec.operation == Operation::GemmAllReduce;
+}
+inline bool reduces_all(const Spec& spec) {
+  return spec.operation == Operation::AllReduce || spec.operation == Operation::GemmAllReduce;
 }
 
 // The shards of a buffer of a rank: first to last-1.

@@ -26,7 +26,7 @@ std::size_t join_begin(const Plan& plan) {
 }
 
 int slot_shards(const Spec& spec) {
-  return spec.operation == Operation::AllReduce && spec.algorithm == Algorithm::Direct ? 2 * spec.world : spec.world;
+  return reduces_all(spec) && spec.algorithm == Algorithm::Direct ? 2 * spec.world : spec.world;
 }
 
 int data_shard(const Spec& spec, const Region& region) {
@@ -35,8 +35,8 @@ int data_shard(const Spec& spec, const Region& region) {
 }
 
 const char* name(Operation value) {
-  constexpr const char* names[] = {"all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_scatter",
-                                   "all_reduce"};
+  constexpr const char* names[] = {"all_gather_gemm", "gemm_reduce_scatter", "all_gather",
+                                   "reduce_scatter",  "all_reduce",          "gemm_all_reduce"};
   return names[static_cast<int>(value)];
 }
 
@@ -63,7 +63,7 @@ std::string to_string(const Spec& spec) {
   std::string text = std::string(name(spec.operation)) + "(" + name(spec.algorithm) +
                      ", world=" + std::to_string(spec.world) + ", chunks=" + std::to_string(spec.chunks) +
                      ", compute_streams=" + std::to_string(spec.compute_streams);
-  if (spec.operation == Operation::GemmReduceScatter) text += std::string(", reduce=") + name(spec.reduction);
+  if (multiplies(spec) && !gathers(spec)) text += std::string(", reduce=") + name(spec.reduction);
   if (spec.keep_gathered) text += ", keep_gathered";
   if (spec.copy_input) text += ", copy_input";
   return text + ")";

@@ -13,7 +13,15 @@
 
 namespace streamoverlap::plan {
 
-enum class Operation : std::uint8_t { AllGatherGemm, GemmReduceScatter, AllGather, ReduceScatter, AllReduce };
+enum class Operation : std::uint8_t {
+  AllGatherGemm,
+  GemmReduceScatter,
+  AllGather,
+  ReduceScatter,
+  AllReduce,
+  GemmAllReduce
+};
+inline constexpr int kOperations = 6;
 enum class Algorithm : std::uint8_t { Ring, Direct };
 
 // How partial products are summed: folded into the next GEMM (D = A W^T + C), or by a Reduce in fp32.

@@ -13,6 +13,7 @@ class Writer {
  public:
   Writer(const Spec& spec, int rank);
 
+  const Spec& spec() const { return plan_.spec; }
   int world() const { return plan_.spec.world; }
   int rank() const { return plan_.rank; }
   int peer(int distance) const { return ((rank() + distance) % world() + world()) % world(); }

@@ -20,6 +20,7 @@ _PURPOSE = {
     "gemm_reduce_scatter": "x W^T is summed over ranks, each gets its rows: x [M, K_local] -> y [M/W, N]",
     "all_gather": "x of every rank is gathered: x [M/W, ...] -> y [M, ...]",
     "reduce_scatter": "x is summed over ranks, each gets its rows: x [M, ...] -> y [M/W, ...]",
+    "gemm_all_reduce": "x W^T is summed over ranks, each gets all rows: x [M, K_local] -> y [M, N]",
     "all_reduce": "x is summed over ranks, each gets all rows: x [M, ...] -> y [M, ...]",
 }
 

@@ -37,7 +37,7 @@ void expect_fields(const char* what, const py::tuple& tuple, std::size_t count) 
 
 plan::Spec to_spec(const py::tuple& t) {
   plan::Spec spec;
-  spec.operation = enumerator<plan::Operation>("operation", t[0], 5);
+  spec.operation = enumerator<plan::Operation>("operation", t[0], plan::kOperations);
   spec.algorithm = enumerator<plan::Algorithm>("algorithm", t[1], 2);
   spec.reduction = enumerator<plan::Reduction>("reduction", t[2], 2);
   spec.world = t[3].cast<int>();

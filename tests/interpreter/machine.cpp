@@ -27,7 +27,8 @@ Machine::Machine(const Program& program)
 
 Value Machine::expected(const plan::Spec& spec, int call, const plan::Region& region) {
   const auto [buffer, rank, shard, chunk] = region;
-  const bool multiplies = spec.operation == Operation::AllGatherGemm || spec.operation == Operation::GemmReduceScatter;
+  const bool multiplies = spec.operation == Operation::AllGatherGemm ||
+                          spec.operation == Operation::GemmReduceScatter || spec.operation == Operation::GemmAllReduce;
   std::vector<Value> terms;
   if (spec.operation == Operation::AllGather || spec.operation == Operation::AllGatherGemm) {
     terms = {values_.raw(call, shard, shard, chunk)};

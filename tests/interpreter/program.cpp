@@ -17,7 +17,8 @@ bool gathers(const plan::Spec& spec) {
 
 // The regions of a buffer that belong to the caller.
 std::vector<Region> caller_regions(const plan::Spec& spec, Buffer buffer, int rank) {
-  const bool all_shards = spec.operation == Operation::AllReduce || gathers(spec) != (buffer == Buffer::Input);
+  const bool reduces_all = spec.operation == Operation::AllReduce || spec.operation == Operation::GemmAllReduce;
+  const bool all_shards = reduces_all || gathers(spec) != (buffer == Buffer::Input);
   std::vector<Region> regions;
   for (int shard = 0; shard < spec.world; ++shard) {
     if (!all_shards && shard != rank) continue;

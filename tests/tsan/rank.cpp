@@ -78,8 +78,9 @@ Problem::Problem(const Case& test, const plan::Plan& plan)
       rank_(plan.rank),
       gathers_(test.spec.operation == Operation::AllGatherGemm || test.spec.operation == Operation::AllGather),
       multiplies_(test.spec.operation == Operation::AllGatherGemm ||
-                  test.spec.operation == Operation::GemmReduceScatter),
-      reduces_all_(test.spec.operation == Operation::AllReduce),
+                  test.spec.operation == Operation::GemmReduceScatter ||
+                  test.spec.operation == Operation::GemmAllReduce),
+      reduces_all_(test.spec.operation == Operation::AllReduce || test.spec.operation == Operation::GemmAllReduce),
       all_rows_(test.spec.world * test.rows - test.missing_rows),
       input_(input(rank_)),
       output_((gathers_ || reduces_all_ ? all_rows_ : test.rows) * (multiplies_ ? kN : kK), -1),
@@ -102,7 +103,7 @@ Problem::Problem(const Case& test, const plan::Plan& plan)
   set(Buffer::Gathered, &gathered_, kK, true);
   set(Buffer::Copied, &copied_, kK, true);
   set(Buffer::Slot, nullptr, gathers_ ? kK : out, false);
-  set(Buffer::Scratch, nullptr, gathers_ || reduces_all_ ? 0 : out, false);
+  set(Buffer::Scratch, nullptr, gathers_ ? 0 : out, false);
 }
 
 std::vector<int> Problem::input(int rank) const {
@@ -154,19 +155,20 @@ std::vector<Case> all_cases(int world, int seed) {
   const auto add = [&](plan::Spec spec) {
     Case test{spec, std::int64_t(random() % (kMaxRows + 1)), int(random() % 1000)};
     // Rows that ranks cannot share equally: of the last shard, or of more where there are fewer rows than ranks.
-    if (spec.operation == Operation::AllReduce && test.rows > 0) {
+    if ((spec.operation == Operation::AllReduce || spec.operation == Operation::GemmAllReduce) && test.rows > 0) {
       const std::int64_t all = (test.rows - 1) * world + 1 + std::int64_t(random() % world);
       test.missing_rows = test.rows * world - all;
     }
     cases.push_back(test);
   };
   for (const Operation operation : {Operation::AllGatherGemm, Operation::GemmReduceScatter, Operation::AllGather,
-                                    Operation::ReduceScatter, Operation::AllReduce}) {
-    const bool plain = operation != Operation::AllGatherGemm && operation != Operation::GemmReduceScatter;
+                                    Operation::ReduceScatter, Operation::AllReduce, Operation::GemmAllReduce}) {
+    const bool sums_products = operation == Operation::GemmReduceScatter || operation == Operation::GemmAllReduce;
+    const bool plain = operation != Operation::AllGatherGemm && !sums_products;
     for (const Algorithm algorithm : {Algorithm::Ring, Algorithm::Direct}) {
       for (const Reduction reduction : {Reduction::Accumulate, Reduction::Sum}) {
         for (const bool option : {false, true}) {
-          if (option && operation == Operation::GemmReduceScatter) continue;
+          if (option && sums_products) continue;
           for (int chunks = 1; chunks <= 3; ++chunks) {
             for (int streams = 1; streams <= plan::kMaxComputeStreams; ++streams) {
               add({operation, algorithm, reduction, world, chunks, streams, option && !plain, option && plain});

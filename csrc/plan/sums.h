@@ -1,0 +1,34 @@
+// How partials become sums: what the builders of operations that sum have in common. A rank's partial of a shard is its
+// input there, or the product of it.
+#pragma once
+
+#include <vector>
+
+#include "plan.h"
+#include "writer.h"
+
+namespace streamoverlap::plan {
+
+// A region, and the compute stream that makes it; -1 where it is there from the start.
+struct Made {
+  Region region;
+  Stream stream = -1;
+};
+
+// Direct: this rank's partial of another's shard.
+Made direct_partial(Writer&, int shard, int chunk);
+
+// Direct: of each chunk of the own shard the compute stream that is going to sum it, and has the product, where that is
+// a term of a Reduce.
+std::vector<Stream> own_partials(Writer&);
+// Sums a chunk of the own shard into the output. sent[d]: the event of the Put to the rank at distance d.
+void sum_own(Writer&, Stream compute, int chunk, const std::vector<int>& sent);
+
+// Ring: what this rank passes on of a shard in a step, or at the last step its sum. `sent`: the event of the Put of the
+// step before. `sum`: where it is summed.
+Made ring_partial(Writer&, int step, int shard, int chunk, int sent, const Region& sum);
+
+// Puts what has been made.
+int put(Writer&, const Made&, const Region& to, int index);
+
+}  // namespace streamoverlap::plan

@@ -1,0 +1,201 @@
+"""The ops with gradients in eager mode. A compiler takes those of `streamoverlap.library`, which say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from streamoverlap import _C, gradients
+from streamoverlap.gradients import Exchange, Needs, WeightGradient
+
+
+class Options(NamedTuple):
+    """What an op is called with besides tensors."""
+
+    exchange: Exchange
+    parameter: Parameter | None = None  # whose main_grad takes the gradient of the one weight
+    save_gathered: bool = False  # of an all-gather-GEMM: for the backward pass
+    of_call: dict[str, Any] = {}  # noqa: RUF012  the timeout and streams of the forward call; nobody writes it
+
+    @property
+    def weight_gradient(self) -> WeightGradient | None:
+        if self.parameter is None:
+            return None
+        return lambda _, grad, x: gradients.into_main_grad(self.parameter, grad, x)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def all_gather_gemm(
+    options: Options, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    every_bias = biases or [None] * len(weights)
+    found = _AllGatherGemm.apply(options, len(weights), return_gathered, x, *weights, *every_bias)
+    return list(found[: len(weights)]), found[-1] if return_gathered else None
+
+
+def gemm_reduce_scatter(options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _GemmReduceScatter.apply(options, x, weight, bias)
+
+
+def gemm_all_reduce(options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _GemmAllReduce.apply(options, x, weight, bias)
+
+
+def exchange(options: Options, operation: str, x: Tensor) -> Tensor:
+    """all_gather, reduce_scatter or all_reduce."""
+    return _Exchange.apply(options, operation, x)
+
+
+def column_linear(options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of an x that is the same on all ranks: exchanges in the backward pass alone."""
+    return _ColumnLinear.apply(options, x, weight, bias)
+
+
+class _AllGatherGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, options: Options, count: int, return_gathered: bool, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[:count], tensors[count:]
+        needs_weights = ctx.needs_input_grad[4 : 4 + count]
+        saves_gathered = options.save_gathered and any(needs_weights)
+        comm = options.exchange.on(x, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
+        outputs, gathered = comm.all_gather_gemm(
+            x, weights, biases, return_gathered or saves_gathered, options.exchange.plan, **options.of_call
+        )
+        kept = (gathered if saves_gathered else x) if any(needs_weights) else None
+        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
+        ctx.options, ctx.count, ctx.x_is = options, count, "gathered" if saves_gathered else "shard"
+        ctx.set_materialize_grads(False)
+        ctx.shapes = [(output.shape, output.dtype, output.device) for output in outputs]
+        return (*outputs, gathered) if return_gathered else tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        count = ctx.count
+        exchange = ctx.options.exchange
+        needs = Needs(
+            ctx.needs_input_grad[3],
+            ctx.needs_input_grad[4 : 4 + count],
+            ctx.needs_input_grad[4 + count : 4 + 2 * count],
+        )
+        of_outputs = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=False)
+        ]
+        of_x, of_weights, of_biases = gradients.of_column(
+            of_outputs, kept, ctx.x_is, weights, needs, exchange, ctx.options.weight_gradient
+        )
+        if needs.x and len(grads) > count and grads[count] is not None:
+            of_x = of_x + exchange.on(of_x).reduce_scatter(grads[count], exchange.plan)
+        return None, None, None, of_x, *of_weights, *of_biases
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _save(ctx, options, x, weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weights, of_biases = gradients.of_column(
+            [grad], x, "replicated", [weight], _needs(ctx), ctx.options.exchange, ctx.options.weight_gradient
+        )
+        return None, of_x, *of_weights, *of_biases
+
+
+class _GemmReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _save(ctx, options, x, weight)
+        comm = options.exchange.on(x, lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
+        return comm.gemm_reduce_scatter(x, weight, bias, options.exchange.plan, **options.of_call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        plan = ctx.options.exchange.plan
+        comm = ctx.options.exchange.on(grad)
+
+        def all_gather_gemm(grad: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor, Tensor | None]:
+            outputs, gathered = comm.all_gather_gemm(grad, [weight], [], keeps, plan)
+            return outputs[0], gathered
+
+        return None, *gradients.of_row(
+            grad,
+            x,
+            weight,
+            _needs(ctx),
+            all_gather_gemm,
+            lambda grad: comm.all_gather(grad, plan),
+            ctx.options.weight_gradient,
+        )
+
+
+class _GemmAllReduce(torch.autograd.Function):
+    """The result is the same on all ranks, and so is its gradient: the backward pass exchanges nothing."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _save(ctx, options, x, weight)
+        comm = options.exchange.on(x, lambda world: _C.validate_gemm_all_reduce(x, weight, bias, world))
+        return comm.gemm_all_reduce(x, weight, bias, options.exchange.plan, **options.of_call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return None, *gradients.of_row(
+            grad,
+            x,
+            weight,
+            _needs(ctx),
+            lambda grad, weight, _: (linear(grad, weight), grad),
+            lambda grad: grad,
+            ctx.options.weight_gradient,
+        )
+
+
+class _Exchange(torch.autograd.Function):
+    """Of a sum of losses over ranks the gradient of each of these is another one of them."""
+
+    gradients = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, options: Options, operation: str, x: Tensor) -> Tensor:
+        ctx.exchange, ctx.operation = options.exchange, operation
+        comm = options.exchange.on(x, lambda world: getattr(_C, f"validate_{operation}")(x, world))
+        return getattr(comm, operation)(x, options.exchange.plan, **options.of_call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, Tensor]:
+        operation = _Exchange.gradients[ctx.operation]
+        return None, None, getattr(ctx.exchange.on(grad), operation)(grad, ctx.exchange.plan)
+
+
+def _save(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor) -> None:
+    """Of the two what the gradient of the other needs."""
+    _, needs_x, needs_weight, _ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    ctx.options = options
+
+
+def _needs(ctx: FunctionCtx) -> Needs:
+    _, x, weight, bias = ctx.needs_input_grad
+    return Needs(x, [weight], [bias])

@@ -1,0 +1,266 @@
+"""The ops as ``torch.ops.streamoverlap.*``, for compilers: what they do, what they return, and their gradients.
+
+Their schemas are in csrc/bindings/library.cpp. A group is given by its ``group_name``, a plan by `PlanSpec.to_text`.
+All ranks must make the calls of a group in one order, so each op has an ordered effect: a compiler neither drops nor
+reorders them, nor moves them past each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.nn.functional import linear
+
+from streamoverlap import gradients, ops
+from streamoverlap.gradients import Exchange, Needs
+from streamoverlap.places import group_of
+from streamoverlap.spec import plan_of_text
+
+_implementations = torch.library.Library("streamoverlap", "IMPL")
+_ops = torch.ops.streamoverlap
+
+
+def _register(function: Any) -> Any:
+    """For the op of that name, on the CPU and on CUDA."""
+
+    def without_gradients(*args: Any) -> Any:
+        with torch.no_grad():
+            return function(*args)
+
+    name = function.__name__.removeprefix("_")
+    for device in ("CPU", "CUDA"):
+        _implementations.impl(name, without_gradients, device)
+    _register_effectful_op(f"streamoverlap::{name}", _EffectType.ORDERED)
+    return function
+
+
+def _fake(function: Any) -> Any:
+    name = function.__name__.removeprefix("_fake_")
+    return torch.library.register_fake(f"streamoverlap::{name}")(function)
+
+
+def _like(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:-1], columns))
+
+
+# --- all_gather_gemm ---
+
+
+@_register
+def _all_gather_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    group_name: str,
+    return_gathered: bool = False,
+    plan: str = "",
+) -> list[Tensor]:
+    found = ops.all_gather_gemm(
+        x,
+        weights,
+        group_of(group_name),
+        bias=biases or None,
+        return_gathered=return_gathered,
+        plan=plan_of_text(plan),
+    )
+    return [*found[0], found[1]] if return_gathered else found
+
+
+@_fake
+def _fake_all_gather_gemm(x, weights, biases, group_name, return_gathered=False, plan=""):
+    rows = x.shape[0] * group_of(group_name).size()
+    outputs = [_like(x, rows, weight.shape[0]) for weight in weights]
+    return [*outputs, _like(x, rows, x.shape[-1])] if return_gathered else outputs
+
+
+def _save_column(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    x, weights, biases, ctx.group_name, return_gathered, ctx.plan = inputs
+    needs_weights = any(weight.requires_grad for weight in weights)
+    kept = (output[-1] if return_gathered else x) if needs_weights else None
+    ctx.x_is = "gathered" if return_gathered else "shard"
+    ctx.save_for_backward(kept, *weights)
+    ctx.biases = len(biases)
+
+
+def _column_gradients(ctx: Any, grads: list[Tensor]) -> tuple:
+    kept, *weights = ctx.saved_tensors
+    needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
+    count = len(weights)
+    needs_biases = list(needs_biases) if ctx.biases else [False] * count
+    found = _ops.column_backward(
+        grads[:count], kept, ctx.x_is, weights, needs_x, list(needs_weights), needs_biases, ctx.group_name, ctx.plan
+    )
+    of_x, of_weights, of_biases = _unpack(found, Needs(needs_x, needs_weights, needs_biases))
+    if needs_x and len(grads) > count:
+        of_x = of_x + _ops.reduce_scatter(grads[count], ctx.group_name, ctx.plan)
+    return of_x, of_weights, of_biases if ctx.biases else [], None, None, None
+
+
+torch.library.register_autograd("streamoverlap::all_gather_gemm", _column_gradients, setup_context=_save_column)
+
+
+@_register
+def _column_backward(
+    grads: Sequence[Tensor],
+    x: Tensor | None,
+    x_is: str,
+    weights: Sequence[Tensor],
+    needs_x: bool,
+    needs_weights: Sequence[bool],
+    needs_biases: Sequence[bool],
+    group_name: str,
+    plan: str = "",
+) -> list[Tensor]:
+    exchange = Exchange(group_of(group_name), plan_of_text(plan))
+    of_x, of_weights, of_biases = gradients.of_column(
+        grads, x, x_is, weights, Needs(needs_x, needs_weights, needs_biases), exchange
+    )
+    return [gradient for gradient in (of_x, *of_weights, *of_biases) if gradient is not None]
+
+
+@_fake
+def _fake_column_backward(grads, x, x_is, weights, needs_x, needs_weights, needs_biases, group_name, plan=""):
+    rows, *middle, _ = grads[0].shape
+    rows = rows if x_is == "replicated" else rows // group_of(group_name).size()
+    of_x = [grads[0].new_empty((rows, *middle, weights[0].shape[1]))] if needs_x else []
+    of_weights = [weight.new_empty(weight.shape) for weight, need in zip(weights, needs_weights, strict=True) if need]
+    of_biases = [grad.new_empty(grad.shape[-1:]) for grad, need in zip(grads, needs_biases, strict=True) if need]
+    return [*of_x, *of_weights, *of_biases]
+
+
+def _unpack(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    left = iter(found)
+    take = [next(left) if need else None for need in (needs.x, *needs.weights, *needs.biases)]
+    count = len(needs.weights)
+    return take[0], take[1 : 1 + count], take[1 + count :]
+
+
+# --- column_linear ---
+
+
+@_register
+def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+    return linear(x, weight, bias)
+
+
+@_fake
+def _fake_column_linear(x, weight, bias, group_name, plan=""):
+    return _like(x, x.shape[0], weight.shape[0])
+
+
+def _save_both(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, _, ctx.group_name, ctx.plan = inputs
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+
+
+def _column_linear_gradients(ctx: Any, grad: Tensor) -> tuple:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs = Needs(needs_x, [needs_weight], [needs_bias])
+    found = _ops.column_backward(
+        [grad], x, "replicated", [weight], needs_x, needs.weights, needs.biases, ctx.group_name, ctx.plan
+    )
+    of_x, of_weights, of_biases = _unpack(found, needs)
+    return of_x, *of_weights, *of_biases, None, None
+
+
+torch.library.register_autograd("streamoverlap::column_linear", _column_linear_gradients, setup_context=_save_both)
+
+
+# --- gemm_reduce_scatter, gemm_all_reduce ---
+
+
+@_register
+def _gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+    return ops.gemm_reduce_scatter(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
+
+
+@_fake
+def _fake_gemm_reduce_scatter(x, weight, bias, group_name, plan=""):
+    return _like(x, x.shape[0] // group_of(group_name).size(), weight.shape[0])
+
+
+@_register
+def _gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+    return ops.gemm_all_reduce(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
+
+
+@_fake
+def _fake_gemm_all_reduce(x, weight, bias, group_name, plan=""):
+    return _like(x, x.shape[0], weight.shape[0])
+
+
+def _scatter_gradients(ctx: Any, grad: Tensor) -> tuple:
+    def all_gather_gemm(grad: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor, Tensor | None]:
+        found = _ops.all_gather_gemm(grad, [weight], [], ctx.group_name, keeps, ctx.plan)
+        return found[0], found[-1]
+
+    return _row_gradients(ctx, grad, all_gather_gemm, lambda grad: _ops.all_gather(grad, ctx.group_name, ctx.plan))
+
+
+def _replicated_gradients(ctx: Any, grad: Tensor) -> tuple:
+    return _row_gradients(ctx, grad, lambda grad, weight, _: (linear(grad, weight), grad), lambda grad: grad)
+
+
+def _row_gradients(ctx: Any, grad: Tensor, all_gather_gemm: Any, all_gather: Any) -> tuple:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs = Needs(needs_x, [needs_weight], [needs_bias])
+    return *gradients.of_row(grad, x, weight, needs, all_gather_gemm, all_gather), None, None
+
+
+torch.library.register_autograd("streamoverlap::gemm_reduce_scatter", _scatter_gradients, setup_context=_save_both)
+torch.library.register_autograd("streamoverlap::gemm_all_reduce", _replicated_gradients, setup_context=_save_both)
+
+
+# --- the plain collectives: each one's gradient is another ---
+
+
+@_register
+def _all_gather(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+    return ops.all_gather(x, group_of(group_name), plan=plan_of_text(plan))
+
+
+@_register
+def _reduce_scatter(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+    return ops.reduce_scatter(x, group_of(group_name), plan=plan_of_text(plan))
+
+
+@_register
+def _all_reduce(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+    return ops.all_reduce(x, group_of(group_name), plan=plan_of_text(plan))
+
+
+@_fake
+def _fake_all_gather(x, group_name, plan=""):
+    return x.new_empty((x.shape[0] * group_of(group_name).size(), *x.shape[1:]))
+
+
+@_fake
+def _fake_reduce_scatter(x, group_name, plan=""):
+    return x.new_empty((x.shape[0] // group_of(group_name).size(), *x.shape[1:]))
+
+
+@_fake
+def _fake_all_reduce(x, group_name, plan=""):
+    return x.new_empty(x.shape)
+
+
+def _save_place(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.group_name, ctx.plan = inputs
+
+
+def _gradient_is(op: str) -> Any:
+    return lambda ctx, grad: (getattr(_ops, op)(grad, ctx.group_name, ctx.plan), None, None)
+
+
+for _op, _gradient in (
+    ("all_gather", "reduce_scatter"),
+    ("reduce_scatter", "all_gather"),
+    ("all_reduce", "all_reduce"),
+):
+    torch.library.register_autograd(f"streamoverlap::{_op}", _gradient_is(_gradient), setup_context=_save_place)

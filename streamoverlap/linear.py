@@ -1,0 +1,144 @@
+"""A tensor-parallel linear map, column- or row-parallel, with gradients: eager, or as registered ops for a compiler."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamoverlap import autograd
+from streamoverlap.autograd import Options
+from streamoverlap.gradients import Exchange
+from streamoverlap.places import group_of
+from streamoverlap.spec import PlanSpec, plan_of_text
+
+_ops = torch.ops.streamoverlap
+
+
+class Place(NamedTuple):
+    """Where and how a layer exchanges, as values: a compiler knows no process group."""
+
+    group_name: str
+    plan: str = ""  # PlanSpec.to_text
+
+    @classmethod
+    def of(cls, group: torch.distributed.ProcessGroup, plan: PlanSpec | None) -> Place:
+        return cls(group.group_name, "" if plan is None else plan.to_text())
+
+    @property
+    def exchange(self) -> Exchange:
+        return Exchange(group_of(self.group_name), plan_of_text(self.plan))
+
+
+def column_linear(
+    place: Place,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    sequence_parallel: bool = True,
+    save_gathered: bool = False,
+    accumulate: bool = False,
+) -> Tensor:
+    """``gather(x) @ weight.T + bias``, or without the gathering where x is the same on all ranks.
+
+    Args:
+        x: ``[rows, K]`` or ``[s, b, K]``: this rank's shard with `sequence_parallel`, else the whole.
+        weight, bias: ``[N / W, K]`` and ``[N / W]``, this rank's.
+        save_gathered: keep the gathered x for the backward pass, which then gathers nothing.
+        accumulate: the weight's gradient goes into ``weight.main_grad``.
+    """
+    given = weight
+    x, weight, bias = _autocast(x, weight, bias)
+    if torch.compiler.is_compiling():
+        if not sequence_parallel:
+            return _ops.column_linear(x, weight, bias, *place)
+        biases = [] if bias is None else [bias]
+        keeps = save_gathered and torch.is_grad_enabled()
+        return _ops.all_gather_gemm(x, [weight], biases, place.group_name, keeps, place.plan)[0]
+    options = Options(place.exchange, given if accumulate else None, save_gathered)
+    if not sequence_parallel:
+        return autograd.column_linear(options, x, weight, bias)
+    return autograd.all_gather_gemm(options, x, [weight], [] if bias is None else [bias], False)[0][0]
+
+
+def row_linear(
+    place: Place,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    sequence_parallel: bool = True,
+    accumulate: bool = False,
+) -> Tensor:
+    """``reduce_scatter(x @ weight.T) + bias``; the whole sum on every rank without `sequence_parallel`.
+
+    Args:
+        x: ``[M, K / W]`` or ``[s, b, K / W]``, this rank's columns.
+        weight: ``[N, K / W]``, this rank's columns.
+        bias: ``[N]``, the same on all ranks, added once.
+        accumulate: the weight's gradient goes into ``weight.main_grad``.
+    """
+    given = weight
+    x, weight, bias = _autocast(x, weight, bias)
+    if torch.compiler.is_compiling():
+        op = _ops.gemm_reduce_scatter if sequence_parallel else _ops.gemm_all_reduce
+        return op(x, weight, bias, *place)
+    options = Options(place.exchange, given if accumulate else None)
+    op = autograd.gemm_reduce_scatter if sequence_parallel else autograd.gemm_all_reduce
+    return op(options, x, weight, bias)
+
+
+def gather_features(place: Place, x: Tensor) -> Tensor:
+    """The features (last dimension) of all ranks, on all ranks alike; the gradient of each is its own part."""
+    return _GatherFeatures.apply(x, place)
+
+
+def own_features(place: Place, x: Tensor) -> Tensor:
+    """This rank's part of the features of an x that all have; the gradient is gathered, the same on all ranks."""
+    return _OwnFeatures.apply(x, place)
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _gathered(x, place)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _own(grad, ctx.place), None
+
+
+class _OwnFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _own(x, place)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.place), None
+
+
+def _gathered(x: Tensor, place: Place) -> Tensor:
+    return _ops.all_gather(x.movedim(-1, 0).contiguous(), *place).movedim(0, -1).contiguous()
+
+
+def _own(x: Tensor, place: Place) -> Tensor:
+    group = group_of(place.group_name)
+    size = x.shape[-1] // group.size()
+    return x.narrow(-1, group.rank() * size, size).contiguous()
+
+
+def _autocast(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `torch.autocast` does for a linear map; float64 stays, as there."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, *tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (x, *tensors)
+    )

@@ -1,0 +1,257 @@
+"""Ctrl-C while a call waits, in whichever way, and programs that end with calls in flight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Pool
+
+import streamoverlap as so
+
+TIMEOUT = 8.0  # seconds; an interrupt is heard long before
+SOON = 1.5
+
+
+def interrupted(call: Callable[[], object]) -> float:
+    """Presses Ctrl-C in a call; returns the seconds until it is heard."""
+    begin = time.monotonic()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    return time.monotonic() - begin
+
+
+def interrupt_a_wait(rank: int, world: int, group, how: str) -> None:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    x = torch.ones(2, 2)
+    if rank == 1:
+        with pytest.raises(so.CommunicatorError, match="rank 0 failed: interrupted"):
+            while True:  # until it is told
+                comm._check()
+                time.sleep(0.01)
+        return
+    work = comm.all_gather(x, None, async_op=True)
+    following = work.then(lambda y: y) if how == "then" else None
+    assert interrupted(work.wait) < SOON
+    # The interrupt was for the one who waited; for all others the call has failed.
+    if following is not None:
+        with pytest.raises(so.CommunicatorError, match="interrupted"):
+            following.wait()
+    if how == "exception":
+        assert isinstance(work.exception(), so.CommunicatorError)
+    for _ in range(2):
+        with pytest.raises(so.CommunicatorError, match="interrupted"):
+            work.wait()
+
+
+@pytest.mark.parametrize("how", ["wait", "exception", "then"])
+def test_a_work_whose_wait_was_interrupted_has_failed(how: str) -> None:
+    with Pool(2) as pool:
+        pool.run(interrupt_a_wait, how, timeout=30)
+
+
+def interrupt_a_bounded_wait(rank: int, world: int, group) -> None:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    if rank == 0:
+        work = comm.all_gather(torch.ones(2, 2), None, async_op=True)
+        assert interrupted(lambda: work.wait(timeout=TIMEOUT / 2)) < SOON
+        assert interrupted(work.synchronize) < SOON
+        assert interrupted(comm.close) < SOON
+        dist.barrier(group)
+        assert torch.equal(work.wait(), torch.ones(4, 2))  # the op went on, the communicator is still open
+    else:
+        dist.barrier(group)
+        comm.all_gather(torch.ones(2, 2), None)
+
+
+def test_a_bounded_wait_that_is_interrupted_leaves_the_op_alone() -> None:
+    with Pool(2) as pool:
+        pool.run(interrupt_a_bounded_wait, timeout=30)
+
+
+def interrupt_behind_another_thread(rank: int, world: int, group) -> None:
+    comm = so.Communicator(group, timeout=TIMEOUT, _slots=1)
+    if rank == 1:
+        with pytest.raises(so.CommunicatorError):
+            while True:
+                comm._check()
+                time.sleep(0.01)
+        return
+    x = torch.ones(2, 2)
+    errors: list[Exception] = []
+
+    def two_calls() -> None:
+        try:
+            comm.all_gather(x, None, async_op=True)
+            comm.all_gather(x, None, async_op=True)  # waits for the slot
+        except so.CommunicatorError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=two_calls)
+    thread.start()
+    time.sleep(0.3)
+    assert interrupted(lambda: comm.all_gather(x, None)) < SOON
+    thread.join(SOON)
+    assert len(errors) == 1
+
+
+def test_a_call_behind_that_of_another_thread_hears_ctrl_c() -> None:
+    with Pool(2) as pool:
+        pool.run(interrupt_behind_another_thread, timeout=30)
+
+
+END = textwrap.dedent(
+    """
+    import sys, threading, time, torch, torch.distributed as dist, streamoverlap as so
+    rank, store, how = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2), sys.argv[3]
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    plan = so.PlanSpec("serial") if how == "serial" else None
+    comm = so.Communicator(timeout=60)
+    x = torch.ones(2, 2)
+    if rank == 1:  # makes no call, and is there until it is told that rank 0 has ended
+        while comm.errored() is None:
+            time.sleep(0.01)
+        assert "ended with calls in flight" in str(comm.errored())
+    elif how == "blocked thread":
+        def calls():
+            for _ in range(4):
+                comm.all_gather(x, plan, async_op=True)
+        threading.Thread(target=calls, daemon=True).start()
+        time.sleep(0.3)
+    else:
+        works = [comm.all_gather(x, plan, async_op=True) for _ in range(2)]
+    """
+)
+
+
+@pytest.mark.parametrize("how", ["overlapped", "serial", "blocked thread"])
+def test_a_program_that_ends_with_calls_in_flight_ends_in_seconds(tmp_path: Path, how: str) -> None:
+    begin = time.monotonic()
+    command = [sys.executable, "-c", END]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=50)
+        assert process.returncode == 0, errors
+    assert time.monotonic() - begin < 30, "of a timeout of 60 s"
+
+
+def grow_alone(rank: int, world: int, group) -> None:
+    with closing(so.Communicator(group, timeout=60)) as comm:
+        comm.all_gather(torch.ones(2, 2), None)
+        big = torch.ones(comm.slot_bytes, 2)
+        dist.barrier(group)
+        if rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(so.PeerTimeoutError, match=r"waited 1\.\d s for rank 1, which gave no memory") as failed:
+                comm.all_gather(big, None, timeout=1)
+            assert time.monotonic() - begin < 1 + 2
+            assert failed.value.peer == 1
+            assert "all_gather" in failed.value.op
+        else:
+            while comm.errored() is None:
+                time.sleep(0.01)
+
+
+def test_growth_obeys_the_timeout_of_its_call_and_names_the_peer() -> None:
+    with Pool(2) as pool:
+        pool.run(grow_alone, timeout=30)
+
+
+def abort_in_any_language(rank: int, world: int, group) -> None:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    if rank == 0:
+        comm.abort("é" * 400)
+    while comm.errored() is None:
+        time.sleep(0.01)
+    with pytest.raises(so.CommunicatorError, match=r"é{100}"):
+        comm.all_gather(torch.ones(2), None)
+
+
+def test_a_reason_may_be_longer_than_its_place() -> None:
+    with Pool(2) as pool:
+        pool.run(abort_in_any_language, timeout=30)
+
+
+def serial_behind_a_slow_function(rank: int, world: int, group) -> None:
+    with closing(so.Communicator(group, timeout=60)) as comm:
+        plan, x = so.PlanSpec("serial"), torch.ones(2)
+        slow = comm.all_gather(x, plan, async_op=True).then(lambda _: time.sleep(2.5))
+        quick = comm.all_gather(x, plan, async_op=True, timeout=0.5)
+        slow.wait()
+        assert torch.equal(quick.wait(), torch.ones(4))
+
+
+def test_what_a_function_takes_is_not_the_time_of_the_next_serial_call(ranks) -> None:
+    ranks(2).run(serial_behind_a_slow_function)
+
+
+def serial_far_ahead(rank: int, world: int, group) -> str:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    plan = so.PlanSpec("serial")
+    x = torch.ones(2, 2) if rank == 0 else torch.ones(2, 4, dtype=torch.float16)
+    if rank == 1:
+        time.sleep(1)  # meanwhile the other makes as many calls as it may
+    try:
+        works = [comm.all_gather(x, plan, async_op=True) for _ in range(300)]
+        works[0].wait()
+    except so.MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_far_ahead_in_serial_calls_still_compares() -> None:
+    with Pool(2) as pool:
+        for message in pool.run(serial_far_ahead, timeout=40):
+            assert message.startswith("ranks made different calls")
+
+
+def fail_to_copy(rank: int, world: int, group) -> str:
+    comm = so.Communicator(group, timeout=TIMEOUT)
+    plan, x = so.PlanSpec("serial"), torch.ones(2)
+    if rank == 0:
+        torch.Tensor.clone, clone = fail, torch.Tensor.clone
+        with pytest.raises(RuntimeError, match="no memory"):
+            comm.all_gather(x, plan, copy_input=True, async_op=True)
+        torch.Tensor.clone = clone
+    try:
+        comm.all_gather(x, plan, copy_input=True, async_op=True).wait()
+    except so.CommunicatorError as error:
+        return str(error)
+    return "no error"
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_a_serial_call_that_cannot_copy_its_input_fails_on_all_ranks() -> None:
+    with Pool(2) as pool:
+        for message in pool.run(fail_to_copy, timeout=30):
+            assert "no memory" in message
+
+
+def raise_system_exit(rank: int, world: int, group) -> None:
+    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+        work = comm.all_gather(torch.ones(2), None, async_op=True).then(lambda _: sys.exit(3))
+        with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+            work.wait()
+        assert isinstance(work.exception(), RuntimeError)
+
+
+def test_a_function_that_exits_ends_no_program(ranks) -> None:
+    ranks(2).run(raise_system_exit)
