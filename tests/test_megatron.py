@@ -284,8 +284,11 @@ def take_a_weight(rank: int, world: int, group) -> None:
         equal(own.grad, (probe @ whole.detach()).chunk(world)[rank])
         equal(layer(own, weight, runtime_gather_output=False)[0], y.chunk(world, -1)[rank])
         layer.sequence_parallel = False  # as GPTModel does, which then hands in all tokens, for the last one's logits
-        with torch.no_grad():
-            equal(layer(x, weight)[0], y)
+        every = x.clone().requires_grad_()
+        found, _ = layer(every, weight)
+        equal(found, y)
+        found.backward(probe)
+        equal(every.grad, probe @ whole.detach())
         with pytest.raises(RuntimeError, match="weight was not supplied"):
             layer(own)
         with pytest.raises(RuntimeError, match="supplied weight's shape"):
