@@ -40,6 +40,7 @@ _set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.
 # To be closed before the interpreter ends: their threads let go of tensors.
 _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
+_LAST_MOMENT = 0.1  # seconds for threads on their way out of such calls to get the GIL: later it ends them, in C++
 
 
 def one_call(find: Callable[..., Communicator | None]) -> Callable[[Callable], Callable]:
@@ -481,6 +482,8 @@ def _end_all() -> None:
     for communicator in list(_open_ones):
         communicator._end(deadline)
     _C.wait_until_outside(_EXIT_WAIT)  # what other threads were in has been aborted
+    if threading.active_count() > 1:
+        time.sleep(_LAST_MOMENT)
 
 
 def _set_up_lock(group: dist.ProcessGroup, device_type: str) -> threading.RLock:

@@ -56,8 +56,8 @@ def _all_gather_gemm(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     group_name: str,
-    return_gathered: bool = False,
-    plan: str = "",
+    return_gathered: bool,
+    plan: str,
 ) -> list[Tensor]:
     found = ops.all_gather_gemm(
         x,
@@ -71,7 +71,7 @@ def _all_gather_gemm(
 
 
 @_fake
-def _fake_all_gather_gemm(x, weights, biases, group_name, return_gathered=False, plan=""):
+def _fake_all_gather_gemm(x, weights, biases, group_name, return_gathered, plan):
     rows = x.shape[0] * group_of(group_name).size()
     outputs = [_like(x, rows, weight.shape[0]) for weight in weights]
     return [*outputs, _like(x, rows, x.shape[-1])] if return_gathered else outputs
@@ -113,7 +113,7 @@ def _column_backward(
     needs_weights: Sequence[bool],
     needs_biases: Sequence[bool],
     group_name: str,
-    plan: str = "",
+    plan: str,
 ) -> list[Tensor]:
     exchange = Exchange(group_of(group_name), plan_of_text(plan))
     of_x, of_weights, of_biases = gradients.of_column(
@@ -123,7 +123,7 @@ def _column_backward(
 
 
 @_fake
-def _fake_column_backward(grads, x, x_is, weights, needs_x, needs_weights, needs_biases, group_name, plan=""):
+def _fake_column_backward(grads, x, x_is, weights, needs_x, needs_weights, needs_biases, group_name, plan):
     rows, *middle, _ = grads[0].shape
     rows = rows if x_is == "replicated" else rows // group_of(group_name).size()
     of_x = [grads[0].new_empty((rows, *middle, weights[0].shape[1]))] if needs_x else []
@@ -143,12 +143,12 @@ def _unpack(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, list[Tens
 
 
 @_register
-def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
     return linear(x, weight, bias)
 
 
 @_fake
-def _fake_column_linear(x, weight, bias, group_name, plan=""):
+def _fake_column_linear(x, weight, bias, group_name, plan):
     return _like(x, x.shape[0], weight.shape[0])
 
 
@@ -175,22 +175,22 @@ torch.library.register_autograd("streamoverlap::column_linear", _column_linear_g
 
 
 @_register
-def _gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+def _gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
     return ops.gemm_reduce_scatter(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
 
 
 @_fake
-def _fake_gemm_reduce_scatter(x, weight, bias, group_name, plan=""):
+def _fake_gemm_reduce_scatter(x, weight, bias, group_name, plan):
     return _like(x, x.shape[0] // group_of(group_name).size(), weight.shape[0])
 
 
 @_register
-def _gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str = "") -> Tensor:
+def _gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
     return ops.gemm_all_reduce(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
 
 
 @_fake
-def _fake_gemm_all_reduce(x, weight, bias, group_name, plan=""):
+def _fake_gemm_all_reduce(x, weight, bias, group_name, plan):
     return _like(x, x.shape[0], weight.shape[0])
 
 
@@ -221,32 +221,32 @@ torch.library.register_autograd("streamoverlap::gemm_all_reduce", _replicated_gr
 
 
 @_register
-def _all_gather(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+def _all_gather(x: Tensor, group_name: str, plan: str) -> Tensor:
     return ops.all_gather(x, group_of(group_name), plan=plan_of_text(plan))
 
 
 @_register
-def _reduce_scatter(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+def _reduce_scatter(x: Tensor, group_name: str, plan: str) -> Tensor:
     return ops.reduce_scatter(x, group_of(group_name), plan=plan_of_text(plan))
 
 
 @_register
-def _all_reduce(x: Tensor, group_name: str, plan: str = "") -> Tensor:
+def _all_reduce(x: Tensor, group_name: str, plan: str) -> Tensor:
     return ops.all_reduce(x, group_of(group_name), plan=plan_of_text(plan))
 
 
 @_fake
-def _fake_all_gather(x, group_name, plan=""):
+def _fake_all_gather(x, group_name, plan):
     return x.new_empty((x.shape[0] * group_of(group_name).size(), *x.shape[1:]))
 
 
 @_fake
-def _fake_reduce_scatter(x, group_name, plan=""):
+def _fake_reduce_scatter(x, group_name, plan):
     return x.new_empty((x.shape[0] // group_of(group_name).size(), *x.shape[1:]))
 
 
 @_fake
-def _fake_all_reduce(x, group_name, plan=""):
+def _fake_all_reduce(x, group_name, plan):
     return x.new_empty(x.shape)
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import streamoverlap as so
-import streamoverlap.library
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'streamoverlap[megatron]'")
 

@@ -126,7 +126,7 @@ void Executor::validate(const Call& call, const Operands& operands) const {
                                 std::to_string(group_->rank()) + " of " + std::to_string(group_->world()));
   }
   for (std::size_t i = 1; i < operands.weights.size(); ++i) {
-    if (operands.weights[i].output || operands.weights[i].n == 0) continue;
+    if (operands.weights[i].output || operands.weights[i].n == 0 || call.shard_rows == 0) continue;
     throw std::invalid_argument("weights[" + std::to_string(i) + "] has no output, expected one for each weight");
   }
 }
