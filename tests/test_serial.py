@@ -233,6 +233,7 @@ def fail_between(rank: int, world: int, group, shared: bool) -> list[tuple[str, 
     """On rank 0 the first call fails after the ranks have agreed on it, before it sends."""
     with communicator(rank, group, shared) as comm:
         check_step(comm, rank, world, 0)
+        dist.barrier(group)  # nobody is still in that step when rank 0 fails
         original = serial.all_gather
 
         def fail(x: torch.Tensor, on: serial.Collectives) -> NoReturn:
