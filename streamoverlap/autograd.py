@@ -122,8 +122,7 @@ class _GemmReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, options, x, weight)
-        comm = options.exchange.on(x, lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
-        return comm.gemm_reduce_scatter(x, weight, bias, options.exchange.plan, **options.of_call)
+        return _call("gemm_reduce_scatter", options, x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -153,8 +152,7 @@ class _GemmAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, options, x, weight)
-        comm = options.exchange.on(x, lambda world: _C.validate_gemm_all_reduce(x, weight, bias, world))
-        return comm.gemm_all_reduce(x, weight, bias, options.exchange.plan, **options.of_call)
+        return _call("gemm_all_reduce", options, x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -172,21 +170,21 @@ class _GemmAllReduce(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Of a sum of losses over ranks the gradient of each of these is another one of them."""
-
-    gradients = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}  # noqa: RUF012
-
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, operation: str, x: Tensor) -> Tensor:
         ctx.exchange, ctx.operation = options.exchange, operation
-        comm = options.exchange.on(x, lambda world: getattr(_C, f"validate_{operation}")(x, world))
-        return getattr(comm, operation)(x, options.exchange.plan, **options.of_call)
+        return _call(operation, options, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, Tensor]:
-        operation = _Exchange.gradients[ctx.operation]
+        operation = gradients.OF_COLLECTIVES[ctx.operation]
         return None, None, getattr(ctx.exchange.on(grad), operation)(grad, ctx.exchange.plan)
+
+
+def _call(operation: str, options: Options, *tensors: Tensor | None) -> Tensor:
+    comm = options.exchange.on(tensors[0], lambda world: getattr(_C, f"validate_{operation}")(*tensors, world))
+    return getattr(comm, operation)(*tensors, options.exchange.plan, **options.of_call)
 
 
 def _save(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor) -> None:

@@ -25,7 +25,7 @@ from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
 from streamoverlap.meeting import Meeting, attempt, first_error
 from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
-from streamoverlap.spec import Choice, PlanSpec, choose
+from streamoverlap.spec import SUMS_OF_PRODUCTS, Choice, PlanSpec, choose
 from streamoverlap.streams import StreamSet
 from streamoverlap.work import Work, seconds_of
 
@@ -469,9 +469,7 @@ def _allocate(
 
 @lru_cache(maxsize=1024)
 def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False) -> _C.Spec:
-    reduce = (
-        plan.reduce if operation in ("gemm_reduce_scatter", "gemm_all_reduce") else "accumulate"
-    )  # ignored, so no mismatch either
+    reduce = plan.reduce if operation in SUMS_OF_PRODUCTS else "accumulate"  # ignored, so no mismatch either
     chunks, streams = plan.chunks, plan.compute_streams
     return _C.Spec(operation, plan.algorithm, reduce, world, chunks, streams, keep_gathered, copy_input)
 

@@ -26,6 +26,9 @@ from streamoverlap.spec import PlanSpec
 # weight_gradient(i, grad, x): that of weight i, or None where it has gone elsewhere.
 WeightGradient = Callable[[int, Tensor, Tensor], Tensor | None]
 
+# Of a sum of losses over ranks the gradient of each of these is another one of them.
+OF_COLLECTIVES = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
+
 
 class Exchange(NamedTuple):
     """Where and how to exchange."""

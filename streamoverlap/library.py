@@ -258,9 +258,5 @@ def _gradient_is(op: str) -> Any:
     return lambda ctx, grad: (getattr(_ops, op)(grad, ctx.group_name, ctx.plan), None, None)
 
 
-for _op, _gradient in (
-    ("all_gather", "reduce_scatter"),
-    ("reduce_scatter", "all_gather"),
-    ("all_reduce", "all_reduce"),
-):
+for _op, _gradient in gradients.OF_COLLECTIVES.items():
     torch.library.register_autograd(f"streamoverlap::{_op}", _gradient_is(_gradient), setup_context=_save_place)

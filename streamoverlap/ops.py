@@ -99,7 +99,7 @@ def all_gather_gemm(
     return found.with_result(as_asked) if isinstance(found, Work) else as_asked(found)
 
 
-@traceable(traced.gemm_reduce_scatter)
+@traceable(traced.sum_of_products("gemm_reduce_scatter"))
 @_gemm_call
 def gemm_reduce_scatter(
     x: Tensor,
@@ -131,17 +131,10 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    _expect_tensor("weight", weight)
-    if bias is not None:
-        _expect_tensor("bias", bias)
-    device = _device(x)
-    if needs_gradient(x, weight, bias) and not async_op:
-        return autograd.gemm_reduce_scatter(_options(group, plan, timeout, streams), x, weight, bias)
-    comm = Communicator.of(group, device, lambda world: _C.validate_gemm_reduce_scatter(x, weight, bias, world))
-    return comm.gemm_reduce_scatter(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
+    return _sum_of_products("gemm_reduce_scatter", x, weight, group, bias, plan, async_op, timeout, streams)
 
 
-@traceable(traced.gemm_all_reduce)
+@traceable(traced.sum_of_products("gemm_all_reduce"))
 @_gemm_call
 def gemm_all_reduce(
     x: Tensor,
@@ -175,14 +168,7 @@ def gemm_all_reduce(
     Raises:
         As `all_gather_gemm`.
     """
-    _expect_tensor("weight", weight)
-    if bias is not None:
-        _expect_tensor("bias", bias)
-    device = _device(x)
-    if needs_gradient(x, weight, bias) and not async_op:
-        return autograd.gemm_all_reduce(_options(group, plan, timeout, streams), x, weight, bias)
-    comm = Communicator.of(group, device, lambda world: _C.validate_gemm_all_reduce(x, weight, bias, world))
-    return comm.gemm_all_reduce(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
+    return _sum_of_products("gemm_all_reduce", x, weight, group, bias, plan, async_op, timeout, streams)
 
 
 @traceable(traced.plain("all_gather"))
@@ -304,6 +290,28 @@ def prepare(op: Callable, *args, **kwargs) -> None:
         raise TypeError(f"op is {op!r}; expected one of this package's functions, such as all_gather_gemm")
     with preparing():
         op(*args, **kwargs)
+
+
+def _sum_of_products(
+    operation: str,
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None,
+    bias: Tensor | None,
+    plan: PlanSpec | None,
+    async_op: bool,
+    timeout: float | timedelta | None,
+    streams: StreamSet | None,
+) -> Tensor | Work:
+    """gemm_reduce_scatter or gemm_all_reduce, which has the same name everywhere."""
+    _expect_tensor("weight", weight)
+    if bias is not None:
+        _expect_tensor("bias", bias)
+    device = _device(x)
+    if needs_gradient(x, weight, bias) and not async_op:
+        return getattr(autograd, operation)(_options(group, plan, timeout, streams), x, weight, bias)
+    comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, weight, bias, world))
+    return getattr(comm, operation)(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
 
 
 def _exchange(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_groups, check_sequence, prune
+from streamoverlap.spec import SUMS_OF_PRODUCTS
 
 __all__ = [
     "OPERATIONS",
@@ -86,7 +87,7 @@ def variants(
     """Every builder with every option at this world size."""
     for operation, algorithm, parts in product(OPERATIONS, _ALGORITHMS, chunks):
         multiplies = "gemm" in operation
-        sums_products = operation in ("gemm_reduce_scatter", "gemm_all_reduce")
+        sums_products = operation in SUMS_OF_PRODUCTS
         # A plain reduce-scatter sums on compute streams too; a plain all-gather uses none.
         streams = (1,) if operation == "all_gather" else compute_streams
         reductions = _REDUCTIONS if sums_products else ("accumulate",)

@@ -11,6 +11,7 @@ from streamoverlap import _C
 
 ALGORITHMS = ("direct", "ring", "serial")
 REDUCTIONS = ("accumulate", "sum")
+SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")  # the operations that PlanSpec.reduce is for
 
 
 def _expect_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -53,34 +53,26 @@ def all_gather_gemm(
     return (outputs, found[-1]) if return_gathered else outputs
 
 
-def gemm_reduce_scatter(
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: Tensor | None = None,
-    plan: PlanSpec | None = None,
-    **eager: Any,
-) -> Tensor:
-    _expect_none(eager)
-    return _ops.gemm_reduce_scatter(x, weight, bias, *_place(group, plan))
+def sum_of_products(operation: str) -> Callable[..., Tensor]:
+    """gemm_reduce_scatter or gemm_all_reduce."""
 
+    def traced(
+        x: Tensor,
+        weight: Tensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bias: Tensor | None = None,
+        plan: PlanSpec | None = None,
+        **eager: Any,
+    ) -> Tensor:
+        _expect_none(eager)
+        return getattr(_ops, operation)(x, weight, bias, *_place(group, plan))
 
-def gemm_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bias: Tensor | None = None,
-    plan: PlanSpec | None = None,
-    **eager: Any,
-) -> Tensor:
-    _expect_none(eager)
-    return _ops.gemm_all_reduce(x, weight, bias, *_place(group, plan))
+    return traced
 
 
 def plain(operation: str) -> Callable[..., Tensor]:
-    """all_gather, reduce_scatter or all_reduce. A compiler copies what is written too early, if asked to or not."""
+    """all_gather, reduce_scatter or all_reduce. A compiler knows what is written when: `copy_input` changes nothing."""
 
     def traced(
         x: Tensor,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import streamoverlap as so
+from streamoverlap.spec import SUMS_OF_PRODUCTS
 
-SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")
 PLAIN = ("all_gather", "reduce_scatter", "all_reduce")
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
