@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from streamoverlap import _C, gradients
+from streamoverlap.call import current_mode, in_mode
 from streamoverlap.gradients import Exchange, Needs, WeightGradient
 
 
@@ -27,6 +29,7 @@ class Options(NamedTuple):
     def weight_gradient(self) -> WeightGradient | None:
         if self.parameter is None:
             return None
+        gradients.expect_main_grad(self.parameter)
         return lambda _, grad, x: gradients.into_main_grad(self.parameter, grad, x)
 
 
@@ -60,6 +63,18 @@ def column_linear(options: Options, x: Tensor, weight: Tensor, bias: Tensor | No
     return _ColumnLinear.apply(options, x, weight, bias)
 
 
+def _backward(function: Callable) -> Callable:
+    """Of a forward pass that was prepared, the backward pass is too. Autograd has threads of its own."""
+
+    @once_differentiable
+    @wraps(function)
+    def run(ctx: FunctionCtx, *grads: Tensor | None) -> tuple:
+        with in_mode(ctx.mode):
+            return function(ctx, *grads)
+
+    return run
+
+
 class _AllGatherGemm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,13 +89,14 @@ class _AllGatherGemm(torch.autograd.Function):
         )
         kept = (gathered if saves_gathered else x) if any(needs_weights) else None
         ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
-        ctx.options, ctx.count, ctx.x_is = options, count, "gathered" if saves_gathered else "shard"
+        ctx.options, ctx.mode, ctx.count = options, current_mode(), count
+        ctx.x_is = "gathered" if saves_gathered else "shard"
         ctx.set_materialize_grads(False)
         ctx.shapes = [(output.shape, output.dtype, output.device) for output in outputs]
         return (*outputs, gathered) if return_gathered else tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @_backward
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         kept, *weights = ctx.saved_tensors
         count = ctx.count
@@ -109,7 +125,7 @@ class _ColumnLinear(torch.autograd.Function):
         return linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weights, of_biases = gradients.of_column(
@@ -125,7 +141,7 @@ class _GemmReduceScatter(torch.autograd.Function):
         return _call("gemm_reduce_scatter", options, x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         plan = ctx.options.exchange.plan
@@ -155,7 +171,7 @@ class _GemmAllReduce(torch.autograd.Function):
         return _call("gemm_all_reduce", options, x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return None, *gradients.of_row(
@@ -172,11 +188,11 @@ class _GemmAllReduce(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, operation: str, x: Tensor) -> Tensor:
-        ctx.exchange, ctx.operation = options.exchange, operation
+        ctx.exchange, ctx.mode, ctx.operation = options.exchange, current_mode(), operation
         return _call(operation, options, x)
 
     @staticmethod
-    @once_differentiable
+    @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, Tensor]:
         operation = gradients.OF_COLLECTIVES[ctx.operation]
         return None, None, getattr(ctx.exchange.on(grad), operation)(grad, ctx.exchange.plan)
@@ -191,7 +207,7 @@ def _save(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor) -> None
     """Of the two what the gradient of the other needs."""
     _, needs_x, needs_weight, _ = ctx.needs_input_grad
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-    ctx.options = options
+    ctx.options, ctx.mode = options, current_mode()
 
 
 def _needs(ctx: FunctionCtx) -> Needs:

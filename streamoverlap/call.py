@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +18,31 @@ from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
-_mode = threading.local()
-_PLAIN = _C.CallOptions(prepare_only=False, async_op=False, timeout=0.0)
+
+class Mode(NamedTuple):
+    """Whether calls are prepared for a capture first, and whether they are made then; see `streamoverlap.prepare`."""
+
+    prepare: bool = False
+    issue: bool = True
+
+
+_thread = threading.local()
+_PLAIN = _C.CallOptions(*Mode(), async_op=False, timeout=0.0)
+
+
+def current_mode() -> Mode:
+    return getattr(_thread, "mode", Mode())
 
 
 @contextmanager
-def preparing() -> Iterator[None]:
-    """Calls of this thread are prepared only; see `streamoverlap.prepare`."""
-    _mode.preparing = True
+def in_mode(mode: Mode) -> Iterator[None]:
+    """Of the calls of this thread."""
+    before = current_mode()
+    _thread.mode = mode
     try:
         yield
     finally:
-        _mode.preparing = False
+        _thread.mode = before
 
 
 class Call:
@@ -64,9 +77,10 @@ class Call:
 
     @property
     def options(self) -> _C.CallOptions:
-        if not (self.async_op or self.timeout or self._streams or getattr(_mode, "preparing", False)):
+        mode = current_mode()
+        if not (self.async_op or self.timeout or self._streams or mode.prepare):
             return _PLAIN
-        options = _C.CallOptions(getattr(_mode, "preparing", False), self.async_op, self.timeout)
+        options = _C.CallOptions(*mode, self.async_op, self.timeout)
         if self._streams is not None:
             options.streams = self._streams._impl
         return options

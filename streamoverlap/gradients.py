@@ -146,6 +146,25 @@ def into_main_grad(parameter: torch.nn.Parameter, grad: Tensor, x: Tensor) -> Te
     return make(parameter.main_grad.shape, dtype=x.dtype, device=x.device)
 
 
+def expect_main_grad(parameter: torch.nn.Parameter) -> None:
+    """Before anything is exchanged in a backward pass."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
+        raise RuntimeError(
+            f"gradient_accumulation_fusion is True and weight.main_grad is {_kind(main_grad)}; expected a tensor of "
+            f"shape {tuple(parameter.shape)}"
+        )
+    if main_grad.shape != parameter.shape or main_grad.device != parameter.device:
+        raise RuntimeError(
+            f"weight.main_grad is a tensor of shape {tuple(main_grad.shape)} on {main_grad.device}; expected "
+            f"{tuple(parameter.shape)} on {parameter.device}"
+        )
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
 def _plain(_: int, grad: Tensor, x: Tensor) -> Tensor:
     return of_weight(grad, x)
 

@@ -169,7 +169,7 @@ class ColumnParallelLinear(ParallelLinear):
             memory for x.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` (float32 or the dtype of x),
             which must be there in the backward pass, with Megatron's ``grad_added_to_main_grad`` and
-            ``zero_out_wgrad``. Eager mode alone.
+            ``zero_out_wgrad``. Breaks the graph under ``torch.compile``.
         plan: how to exchange, forward and backward; None takes the default.
         device, dtype: of the parameters; ``device="meta"`` allocates and draws nothing.
 

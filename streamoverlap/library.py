@@ -7,7 +7,10 @@ reorders them, nor moves them past each other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,31 +19,50 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn.functional import linear
 
 from streamoverlap import gradients, ops
+from streamoverlap.call import Mode, in_mode
 from streamoverlap.gradients import Exchange, Needs
+from streamoverlap.inductor import keep_order
 from streamoverlap.places import group_of
 from streamoverlap.spec import plan_of_text
 
 _implementations = torch.library.Library("streamoverlap", "IMPL")
 _ops = torch.ops.streamoverlap
+_names: list[str] = []
 
 
 def _register(function: Any) -> Any:
     """For the op of that name, on the CPU and on CUDA."""
 
     def without_gradients(*args: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), in_mode(Mode(prepare=True)) if _is_captured_next() else nullcontext():
             return function(*args)
 
     name = function.__name__.removeprefix("_")
     for device in ("CPU", "CUDA"):
         _implementations.impl(name, without_gradients, device)
     _register_effectful_op(f"streamoverlap::{name}", _EffectType.ORDERED)
+    _names.append(name)
     return function
+
+
+def _is_captured_next() -> bool:
+    """Whether Inductor runs this once, in order to capture it in a CUDA graph when it comes again."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch._C._is_key_in_tls("tree_manager_containers"):
+        return False
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return manager is not None and manager.in_warmup
 
 
 def _fake(function: Any) -> Any:
     name = function.__name__.removeprefix("_fake_")
-    return torch.library.register_fake(f"streamoverlap::{name}")(function)
+
+    @wraps(function)
+    def traced(*args: Any) -> Any:
+        keep_order(tuple(_names))  # a compiler is at work
+        return function(*args)
+
+    return torch.library.register_fake(f"streamoverlap::{name}")(traced)
 
 
 def _like(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,17 @@ from torch import Tensor
 
 from streamoverlap import autograd
 from streamoverlap.autograd import Options
+from streamoverlap.call import current_mode, in_mode
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import group_of
 from streamoverlap.spec import PlanSpec, plan_of_text
 
 _ops = torch.ops.streamoverlap
+
+FUSION_WRITES_MAIN_GRAD = (
+    "gradient_accumulation_fusion writes weight.main_grad in the backward pass, which no compiled graph does: expected "
+    "it to be False with fullgraph=True"
+)
 
 
 class Place(NamedTuple):
@@ -47,20 +54,18 @@ def column_linear(
         x: ``[rows, K]`` or ``[s, b, K]``: this rank's shard with `sequence_parallel`, else the whole.
         weight, bias: ``[N / W, K]`` and ``[N / W]``, this rank's.
         save_gathered: keep the gathered x for the backward pass, which then gathers nothing.
-        accumulate: the weight's gradient goes into ``weight.main_grad``.
+        accumulate: the weight's gradient goes into ``weight.main_grad``. Not compiled: breaks a graph.
     """
-    given = weight
+    if not torch.compiler.is_compiling():
+        return _eager_column_linear(place, x, weight, bias, sequence_parallel, save_gathered, accumulate)
+    if accumulate:
+        return _uncompiled(_eager_column_linear)(place, x, weight, bias, sequence_parallel, save_gathered, accumulate)
     x, weight, bias = _autocast(x, weight, bias)
-    if torch.compiler.is_compiling():
-        if not sequence_parallel:
-            return _ops.column_linear(x, weight, bias, *place)
-        biases = [] if bias is None else [bias]
-        keeps = save_gathered and torch.is_grad_enabled()
-        return _ops.all_gather_gemm(x, [weight], biases, place.group_name, keeps, place.plan)[0]
-    options = Options(place.exchange, given if accumulate else None, save_gathered)
     if not sequence_parallel:
-        return autograd.column_linear(options, x, weight, bias)
-    return autograd.all_gather_gemm(options, x, [weight], [] if bias is None else [bias], False)[0][0]
+        return _ops.column_linear(x, weight, bias, *place)
+    biases = [] if bias is None else [bias]
+    keeps = save_gathered and torch.is_grad_enabled()
+    return _ops.all_gather_gemm(x, [weight], biases, place.group_name, keeps, place.plan)[0]
 
 
 def row_linear(
@@ -80,12 +85,40 @@ def row_linear(
         bias: ``[N]``, the same on all ranks, added once.
         accumulate: the weight's gradient goes into ``weight.main_grad``.
     """
-    given = weight
+    if not torch.compiler.is_compiling():
+        return _eager_row_linear(place, x, weight, bias, sequence_parallel, accumulate)
+    if accumulate:
+        return _uncompiled(_eager_row_linear)(place, x, weight, bias, sequence_parallel, accumulate)
     x, weight, bias = _autocast(x, weight, bias)
-    if torch.compiler.is_compiling():
-        op = _ops.gemm_reduce_scatter if sequence_parallel else _ops.gemm_all_reduce
-        return op(x, weight, bias, *place)
-    options = Options(place.exchange, given if accumulate else None)
+    op = _ops.gemm_reduce_scatter if sequence_parallel else _ops.gemm_all_reduce
+    return op(x, weight, bias, *place)
+
+
+def _uncompiled(function: Callable) -> Callable:
+    return torch.compiler.disable(function, reason=FUSION_WRITES_MAIN_GRAD)  # torch 2.11 shows this line alone
+
+
+def _eager_column_linear(
+    place: Place,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_parallel: bool,
+    save_gathered: bool,
+    accumulate: bool,
+) -> Tensor:
+    options = Options(place.exchange, weight if accumulate and weight.requires_grad else None, save_gathered)
+    x, weight, bias = _autocast(x, weight, bias)
+    if not sequence_parallel:
+        return autograd.column_linear(options, x, weight, bias)
+    return autograd.all_gather_gemm(options, x, [weight], [] if bias is None else [bias], False)[0][0]
+
+
+def _eager_row_linear(
+    place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, sequence_parallel: bool, accumulate: bool
+) -> Tensor:
+    options = Options(place.exchange, weight if accumulate and weight.requires_grad else None)
+    x, weight, bias = _autocast(x, weight, bias)
     op = autograd.gemm_reduce_scatter if sequence_parallel else autograd.gemm_all_reduce
     return op(options, x, weight, bias)
 
@@ -115,11 +148,16 @@ class _OwnFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, place: Place) -> Tensor:
         ctx.place = place
+        if not torch.compiler.is_compiling():
+            ctx.mode = current_mode()
         return _own(x, place)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.place), None
+        if torch.compiler.is_compiling():
+            return _gathered(grad, ctx.place), None
+        with in_mode(ctx.mode):
+            return _gathered(grad, ctx.place), None
 
 
 def _gathered(x: Tensor, place: Place) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from streamoverlap import _C, autograd, traced
 from streamoverlap.autograd import Options, needs_gradient
-from streamoverlap.call import preparing
+from streamoverlap.call import Mode, in_mode
 from streamoverlap.communicator import Communicator, one_call
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
@@ -268,28 +269,46 @@ def all_reduce(
     return _exchange("all_reduce", x, group, plan, copy_input, async_op, timeout, streams)
 
 
-def prepare(op: Callable, *args, **kwargs) -> None:
+def prepare(function: Callable, *args, **kwargs) -> Any:
     """Does all that the first use of a call costs, so that the call itself can be captured in a CUDA graph.
 
-    Collective; sends no data (`serial` runs once, so that its collective is set up). A captured call never grows slots,
-    loads kernels or chooses algorithms, so every call that a capture contains must be prepared before, with the same
-    shapes, dtypes, strides and plan. Calls that are captured have slots of their own (as many bytes again), since
-    their replays may run beside eager calls. Replays of several graphs of one group must not overlap each other, and
-    run in the same order on all ranks, as with NCCL.
+    Collective. A captured call never grows slots, loads kernels or chooses algorithms, so every call that a capture
+    contains must be prepared before, with the same shapes, dtypes, strides and plan. Calls that are captured have slots
+    of their own (as many bytes again), since their replays may run beside eager calls. Replays of several graphs of one
+    group must not overlap each other, and run in the same order on all ranks, as with NCCL.
+
+    Under ``torch.compile(..., mode="reduce-overhead")`` nobody needs to call this: what Inductor runs once before it
+    captures is prepared by that.
 
     Args:
-        op: any of this module's functions that exchange, such as `all_gather_gemm`.
+        function: any of this module's functions that exchange, such as `all_gather_gemm`, which is prepared but not
+            called: no data is sent (`serial` runs once, so that its collective is set up). Or anything else that makes
+            such calls, such as a layer or a step of training, which is called, once.
         *args, **kwargs: its arguments.
+
+    Returns:
+        None for a function of this module. Else what `function` returns; backward passes from there on are prepared as
+        they run.
 
     Example:
         >>> so.prepare(so.all_gather_gemm, x, weight, group)
         >>> with torch.cuda.graph(graph):
         ...     y = so.all_gather_gemm(x, weight, group)
+
+        >>> so.prepare(layer, x).sum().backward()
+        >>> layer = torch.cuda.make_graphed_callables(layer, (x,))
     """
-    if op not in (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce, all_gather, reduce_scatter, all_reduce):
-        raise TypeError(f"op is {op!r}; expected one of this package's functions, such as all_gather_gemm")
-    with preparing():
-        op(*args, **kwargs)
+    if not callable(function):
+        raise TypeError(f"function is a {type(function).__name__}; expected one, such as streamoverlap.all_gather_gemm")
+    if function not in _EXCHANGES:
+        with in_mode(Mode(prepare=True)):
+            return function(*args, **kwargs)
+    with in_mode(Mode(prepare=True, issue=False)):
+        function(*args, **kwargs)
+    return None
+
+
+_EXCHANGES = (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce, all_gather, reduce_scatter, all_reduce)
 
 
 def _sum_of_products(

@@ -146,7 +146,7 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
     throw;
   }
   // With peers also a call without data is made, so that a rank which has data finds out.
-  if (problem->empty() && config_.world == 1) return options.async && !options.prepare_only ? work(nullptr) : nullptr;
+  if (problem->empty() && config_.world == 1) return options.async && options.issue ? work(nullptr) : nullptr;
   problem->plan = PlanCache::instance().get(spec, config_.rank);
   Call& call = problem->call;
   call.plan = problem->plan.get();
@@ -160,10 +160,8 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
     if (!backend_->fits(call.slot_bytes())) {
       grow(call.slot_bytes(), options.timeout.count() ? options.timeout : group_->timeout(), call.signature);
     }
-    if (options.prepare_only) {
-      backend_->prepare(*problem);
-      return nullptr;
-    }
+    if (options.prepare) backend_->prepare(*problem);
+    if (!options.issue) return nullptr;
     in_flight = backend_->issue(problem, options);
   }
   if (options.async) return work(std::move(in_flight));

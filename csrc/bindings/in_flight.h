@@ -12,9 +12,10 @@ class StreamSet;
 
 // How a call is made, besides its plan.
 struct CallOptions {
-  bool prepare_only = false;                 // validate and prepare it, and return outputs with nothing in them
-  bool async = false;                        // the caller's stream goes on at once; see InFlight
-  std::chrono::milliseconds timeout{0};      // 0: the group's
+  bool prepare = false;                  // do first what a capture of it needs to have been done
+  bool issue = true;                     // else validate and prepare it only, and return outputs with nothing in them
+  bool async = false;                    // the caller's stream goes on at once; see InFlight
+  std::chrono::milliseconds timeout{0};  // 0: the group's
   std::shared_ptr<cuda::StreamSet> streams;  // null: private ones
 };
 

@@ -161,14 +161,15 @@ AllocateSlots from_python(const py::object& allocate) {
 
 void register_communicator(py::module_& m) {
   py::class_<CallOptions> options(m, "CallOptions");
-  options.def(py::init([](bool prepare_only, bool async_op, double timeout) {
+  options.def(py::init([](bool prepare, bool issue, bool async_op, double timeout) {
                 CallOptions made;
-                made.prepare_only = prepare_only;
+                made.prepare = prepare;
+                made.issue = issue;
                 made.async = async_op;
                 made.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(timeout * 1000)));
                 return made;
               }),
-              py::arg("prepare_only"), py::arg("async_op"), py::arg("timeout"));
+              py::arg("prepare"), py::arg("issue"), py::arg("async_op"), py::arg("timeout"));
 #ifdef STREAMOVERLAP_WITH_CUDA
   register_streams(m);
   options.def_readwrite("streams", &CallOptions::streams);

@@ -1,8 +1,5 @@
 #include "lane.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAGuard.h>
-
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -51,13 +48,11 @@ void Lane::reserve(const Call& call, const Steps& steps) {
   streams().reserve_workspaces(steps.workspaces);
   if (call.scratch_bytes() <= scratch_bytes_) return;
   const c10::cuda::CUDAStream& stream = streams().at(plan::kCompute);
-  const c10::cuda::CUDAStreamGuard guard(stream);
   scratch_bytes_ = 0;
   for (int slot = 0; slot < kSlotsPerLane; ++slot) {
     if (use_ == Use::Captured && scratch_[slot].defined()) retired_.push_back(scratch_[slot]);
     scratch_[slot] = at::Tensor();
-    scratch_[slot] =
-        at::empty({call.scratch_bytes()}, at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
+    scratch_[slot] = allocate_to_keep(call.scratch_bytes(), stream);
     bases_[slot][static_cast<int>(plan::Buffer::Scratch)] = static_cast<std::byte*>(scratch_[slot].data_ptr());
   }
   scratch_bytes_ = call.scratch_bytes();

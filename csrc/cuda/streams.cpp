@@ -1,8 +1,10 @@
 #include "streams.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <future>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -93,12 +95,18 @@ StreamSet::~StreamSet() {
 
 void StreamSet::reserve_workspaces(int count) {
   for (int i = static_cast<int>(workspaces_.size()); i < count; ++i) {
-    // Allocated on the stream that uses it, so that the allocator gives it to no other one when it is freed.
-    const CUDAStream& stream = at(plan::kCompute + i);
-    const c10::cuda::CUDAStreamGuard guard(stream);
-    workspaces_.push_back(at::empty({static_cast<std::int64_t>(kWorkspaceBytes)},
-                                    at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index())));
+    workspaces_.push_back(allocate_to_keep(static_cast<std::int64_t>(kWorkspaceBytes), at(plan::kCompute + i)));
   }
+}
+
+// On a thread of its own: this one's allocations may be directed to a pool that does not outlive what uses it, as where
+// Inductor runs what it captures in a CUDA graph next.
+at::Tensor allocate_to_keep(std::int64_t bytes, const CUDAStream& stream) {
+  return std::async(std::launch::async, [&] {
+           const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+           const c10::cuda::CUDAStreamGuard guard(stream);
+           return at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
+         }).get();
 }
 
 }  // namespace streamoverlap::cuda

@@ -16,6 +16,9 @@ namespace streamoverlap::cuda {
 // The capture that the stream is in, if any.
 std::optional<unsigned long long> capture_of(const c10::cuda::CUDAStream& stream);
 
+// Memory that lives on, for use on `stream`: the allocator gives it to no other one when it is freed.
+at::Tensor allocate_to_keep(std::int64_t bytes, const c10::cuda::CUDAStream& stream);
+
 class StreamSet {
  public:
   // Streams of highest priority that nobody else uses (torch's pool hands one stream to several users). They are never

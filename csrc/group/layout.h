@@ -38,8 +38,8 @@ inline constexpr std::uint32_t kReceived = 2;
 inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 
 // Calls by the group's own collective (serial) carry no flags: a rank tells which it makes in a word of these, call n
-// in word n % kSerialCalls: n in the upper half, its signature in the lower. A rank that is as far ahead of
-// a peer waits for it.
+// in word n % kSerialCalls: n in the upper half, its signature in the lower. A rank that is that far ahead of a peer
+// waits for it.
 inline constexpr int kSerialCalls = 256;
 
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
