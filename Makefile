@@ -22,7 +22,7 @@ BUILT := build/.built-$(subst /,-,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build test test-gpu test-tsan lint format demo check bench bench-async clean distclean
+.PHONY: help build test test-gpu test-tsan lint format demo check bench bench-async bench-layers clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
@@ -62,6 +62,9 @@ bench: $(BUILT) ## GEMM alone, serial and overlapped times on GPUS GPUs (default
 
 bench-async: $(BUILT) ## how well asynchronous collectives hide behind an independent GEMM, on GPUS GPUs (default 2)
 	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/async_overlap.py $(ARGS)
+
+bench-layers: $(BUILT) ## linear layers of blocks, forward and backward, beside NCCL and async-TP, on GPUS GPUs (default 2)
+	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/layers.py $(ARGS)
 
 clean: ## removes what was built, keeps .venv
 	rm -rf build dist *.egg-info streamoverlap/*.so
