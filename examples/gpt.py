@@ -1,7 +1,7 @@
 """A small GPT over bytes, tensor parallel with sequence parallelism.
 
-Activations are ``[s, b, d_model]``. Between the parallel layers a rank has its rows of s alone; inside attention and MLP
-it has all rows, with its own heads and features. In one process with `nn.Linear` the same code is an ordinary GPT.
+Activations are ``[s, b, d_model]``. Between the parallel layers a rank has its rows of s alone; inside attention and
+MLP it has all rows, with its own heads and features. With `nn.Linear` in one process it is an ordinary GPT.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def arguments() -> argparse.Namespace:
     add("--parallel", choices=["none", "serial", "overlap"], default="overlap", help="default: overlap")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU for every rank")
     add("--compile", action="store_true", help="torch.compile the model, forward and backward")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: by autocast; weights stay float32")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16 is by autocast")
     for name, value in {"steps": 200, "d-model": 128, "layers": 4, "heads": 8, "seq": 128, "batch": 8}.items():
         add(f"--{name}", type=positive, default=value, metavar="N", help=f"default: {value}")
-    add("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: 1e-3)")
+    add("--lr", type=float, default=2e-3, help="AdamW's learning rate (default: 2e-3)")
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     add("--checkpoint", type=Path, metavar="DIR", help="save model, optimizer and losses here at the end")
     add("--save-every", type=positive, metavar="N", help="save every N steps, too")
