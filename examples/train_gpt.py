@@ -74,6 +74,9 @@ def arguments() -> argparse.Namespace:
     for path in args.against:
         if not path.is_file():
             parser.error(f"--against {path}: no such file")
+    for path in filter(None, (args.losses, args.plot)):
+        if not path.parent.is_dir():
+            parser.error(f"{path}: no such folder")
     return args
 
 
@@ -146,6 +149,8 @@ def train(model: GPT, args: argparse.Namespace) -> list[float]:
 
 def report(losses: list[float], args: argparse.Namespace) -> None:
     name = f"{args.parallel}, W = {WORLD}" + (", compiled" if args.compile else "")
+    if args.losses:
+        args.losses.write_text(json.dumps({"name": name, "losses": losses}) + "\n")
     runs = {}
     print(f"{name}: loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {len(losses)}")
     for path in args.against:
@@ -155,8 +160,6 @@ def report(losses: list[float], args: argparse.Namespace) -> None:
         apart = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
         print(f"  differs from {other['name']} by {apart:.1e} at most in {len(pairs)} steps (relative)")
     runs[name] = losses
-    if args.losses:
-        args.losses.write_text(json.dumps({"name": name, "losses": losses}) + "\n")
     if args.plot:
         import matplotlib
 

@@ -76,6 +76,7 @@ def test_compiled_layers_train_as_one_process(one_process, tmp_path: Path) -> No
         ("--resume", "--resume and --save-every need --checkpoint DIR"),
         ("--resume --checkpoint /nowhere", "--resume found no checkpoint in /nowhere"),
         ("--against /nowhere", "--against /nowhere: no such file"),
+        ("--plot /nowhere/losses.png", "/nowhere/losses.png: no such folder"),
     ],
 )
 def test_wrong_use_is_one_clear_line(options: str, said: str, monkeypatch, capsys) -> None:
