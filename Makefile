@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 GPUS ?= 2
+RANKS ?= 2
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -22,7 +23,7 @@ BUILT := build/.built-$(subst /,-,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build test test-gpu test-tsan lint format demo check bench bench-async bench-layers clean distclean
+.PHONY: help build test test-gpu test-tsan lint format demo train check bench bench-async bench-layers clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
@@ -53,6 +54,9 @@ format: $(ENVIRONMENT) ## formats all sources in place
 
 demo: $(BUILT) ## the main job: a tensor-parallel MLP over real text, compared with one process
 	$(PY) -m streamoverlap demo $(ARGS)
+
+train: $(BUILT) ## the example: trains a small GPT on RANKS ranks (default 2)
+	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 check: $(BUILT) ## checks every plan of every builder for 1 to 16 ranks
 	$(PY) -m streamoverlap check --world 1-16 $(ARGS)
