@@ -5,8 +5,8 @@
 Blocks of Llama-70B's shape, tokens sharded between layers: `mlp` (gate and up in one weight, SwiGLU, down) and
 `attention` (the projections before and after it). `serial` are this package's layers on the group's own collectives
 (NCCL), `async-TP` is PyTorch's: DTensor styles compiled with `_micro_pipeline_tp`. Times are those of overlap.py:
-medians over rounds of the slowest rank's mean. Memory is what a pass allocates at its peak, and what the exchange keeps:
-slots, workspaces. Outputs and gradients of all variants are compared before they are timed.
+medians over rounds of the slowest rank's mean. Memory is what a pass allocates at its peak, and what the exchange
+keeps: slots, workspaces. Outputs and gradients of all variants are compared before they are timed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from streamoverlap import _C
 from streamoverlap.follow import FollowOnCpu, FollowOnStream
 from streamoverlap.serial import Started
-from streamoverlap.spec import PlanSpec
+from streamoverlap.spec import PlanSpec, choose
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
@@ -43,6 +43,21 @@ def in_mode(mode: Mode) -> Iterator[None]:
         yield
     finally:
         _thread.mode = before
+
+
+def validate_options(
+    device: torch.device, plan: object, async_op: object, timeout: object, streams: object, **flags: object
+) -> None:
+    """Before a communicator is made for the call: a bad one must not wait for peers."""
+    for name, value in {"async_op": async_op, **flags}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected a bool")
+    if plan is not None:
+        choose(plan, None)
+    if timeout is not None:
+        seconds_of(timeout)
+    if streams is not None:
+        choose_streams(streams, device.type)
 
 
 class Call:

@@ -291,9 +291,16 @@ class Communicator:
         of an aborted communicator are never used for anything else while a peer may write to them: on the CPU each rank
         maps them until it closes; on CUDA they are given back when all ranks have closed, and are lost if one is gone.
         """
-        if self._here()._fallback is None and self._impl is not None:
-            self._impl.drain(self._timeout + _EXIT_WAIT)  # here Ctrl-C is heard
-        self._follow.close()
+        # While this waits Ctrl-C is heard, and leaves the communicator open. Calls in flight obey their timeouts.
+        while self._here()._fallback is None and self._impl is not None and not self._impl.drain(_EXIT_WAIT):
+            pass
+        while not self._follow.drain(_EXIT_WAIT):
+            pass
+        self._let_go()
+
+    def _let_go(self, seconds: float | None = None) -> None:
+        """Of what has ended; waits for functions that follow calls, for `seconds` at most if given."""
+        self._follow.close(seconds)
         self._impl = None
         group = self._group()
         with _cache_lock:
@@ -314,12 +321,13 @@ class Communicator:
 
     def _end(self, deadline: float) -> None:
         """The process ends: what is in flight may end by `deadline` (of time.monotonic), and is aborted then."""
-        if self._impl is None or os.getpid() != self._process:
-            return
-        ended = self._fallback is not None or self._impl.drain(max(deadline - time.monotonic(), 1e-3))
-        if not (ended and self._follow.drain(deadline - time.monotonic())):
-            self.abort("its process ended with calls in flight")
-        self.close()
+        ended = False
+        try:
+            calls = self._fallback is not None or self._impl.drain(max(deadline - time.monotonic(), 1e-3))
+            ended = calls and self._follow.drain(deadline - time.monotonic())
+        finally:
+            if not ended:
+                self.abort("its process ended with calls in flight")
 
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
@@ -416,6 +424,7 @@ class Communicator:
         }
         for name, step in steps.items():
             if (failure := first_error(meeting.all_gather(name, attempt(step)))) is not None:
+                meeting.all_gather("agreed", None)  # a rank so late that the others have given up must give up, too
                 self._connected = self._connected and self.errored() is None
                 return failure
             self._connected = True
@@ -477,8 +486,14 @@ def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = Fals
 @atexit.register
 def _end_all() -> None:
     deadline = time.monotonic() + _EXIT_WAIT
-    for communicator in list(_open_ones):
-        communicator._end(deadline)
+    ours = [one for one in list(_open_ones) if one._impl is not None and one._process == os.getpid()]
+    for communicator in ours:
+        try:
+            communicator._end(deadline)
+        except KeyboardInterrupt:  # no more waiting, but peers are told
+            deadline = time.monotonic()
+    for communicator in ours:  # all that waited for another one has ended by now
+        communicator._let_go(_LAST_MOMENT)
     _C.wait_until_outside(_EXIT_WAIT)  # what other threads were in has been aborted
     if threading.active_count() > 1:
         time.sleep(_LAST_MOMENT)

@@ -46,12 +46,16 @@ class FollowOnCpu:
         self._submit(_Task(None, complete, self._is_current))
         return future
 
-    def close(self) -> None:
-        """Ends the thread once it has run what it was given."""
+    def close(self, seconds: float | None = None) -> None:
+        """Ends the thread once it has run what it was given; waits for that, for `seconds` at most if given."""
         with self._lock:
             self._closed = True
-        if self._stop is not None:
+        if self._stop is None:
+            return
+        if seconds is None:
             self._stop()
+        elif self._stop.detach() is not None:
+            _end(self._tasks, self._thread, seconds)
 
     def drain(self, seconds: float) -> bool:
         """Waits until all that it was given has run; false: not in time."""
@@ -74,6 +78,7 @@ class FollowOnCpu:
                 )
                 self._thread.start()
                 self._stop = weakref.finalize(self, _end, self._tasks, self._thread)
+                self._stop.atexit = False  # the communicator sees to it, and does not wait for ever
             self._tasks.put(task)
 
     def _is_current(self) -> bool:
@@ -236,10 +241,10 @@ def _run_tasks(tasks: queue.SimpleQueue) -> None:
         del task  # not until the next one comes
 
 
-def _end(tasks: queue.SimpleQueue, thread: threading.Thread) -> None:
+def _end(tasks: queue.SimpleQueue, thread: threading.Thread, seconds: float | None = None) -> None:
     tasks.put(None)
     if threading.current_thread() is not thread:
-        thread.join()
+        thread.join(seconds)
 
 
 def _record(value: Any, stream: torch.cuda.Stream) -> None:

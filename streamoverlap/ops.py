@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamoverlap import _C, autograd, traced
 from streamoverlap.autograd import Options, needs_gradient
-from streamoverlap.call import Mode, in_mode
+from streamoverlap.call import Mode, in_mode, validate_options
 from streamoverlap.communicator import Communicator, one_call
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
@@ -81,6 +81,7 @@ def all_gather_gemm(
         MismatchError: a peer called something else.
     """
     device = _device(x)
+    validate_options(device, plan, async_op, timeout, streams, return_gathered=return_gathered)
     several = not isinstance(weight, Tensor)
     weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
@@ -327,6 +328,7 @@ def _sum_of_products(
     if bias is not None:
         _expect_tensor("bias", bias)
     device = _device(x)
+    validate_options(device, plan, async_op, timeout, streams)
     if needs_gradient(x, weight, bias) and not async_op:
         return getattr(autograd, operation)(_options(group, plan, timeout, streams), x, weight, bias)
     comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, weight, bias, world))
@@ -345,8 +347,7 @@ def _exchange(
 ) -> Tensor | Work:
     """A plain collective, which has the same name everywhere."""
     device = _device(x)
-    if not isinstance(copy_input, bool):
-        raise TypeError(f"copy_input is a {type(copy_input).__name__}; expected a bool")
+    validate_options(device, plan, async_op, timeout, streams, copy_input=copy_input)
     if needs_gradient(x) and not async_op:
         return autograd.exchange(_options(group, plan, timeout, streams), operation, x)
     comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, world))

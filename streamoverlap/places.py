@@ -31,7 +31,12 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 def type_of(device: str | torch.device) -> str:
-    kind = torch.device(device).type
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"device is a {type(device).__name__}; expected 'cpu', 'cuda' or a torch.device")
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; expected 'cpu', 'cuda' or a torch.device") from None
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device is {kind}; expected cpu or cuda")
     return kind

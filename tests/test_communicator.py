@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -344,3 +345,50 @@ def test_a_program_ends_well_while_a_daemon_thread_waits_in_a_call() -> None:
     for rank in ranks:
         _, errors = rank.communicate(timeout=60)
         assert rank.returncode == 0, errors
+
+
+def set_up_late(rank: int, world: int, group) -> None:
+    """Rank 1 comes back, after the ranks have met, when rank 0 has given up."""
+    if rank == 1:
+
+        def late(*args: object) -> Meeting:
+            met = Meeting(*args)
+            time.sleep(4.5)
+            return met
+
+        with patch.object(module, "Meeting", late), pytest.raises(RuntimeError, match="could not set up"):
+            so.Communicator(group, timeout=1.5)
+    else:
+        with pytest.raises(RuntimeError, match="could not set up"):
+            so.Communicator(group, timeout=1.5)
+        time.sleep(1)
+    dist.barrier(group)
+    assert torch.equal(so.all_gather(torch.ones(2), group), torch.ones(2 * world))
+    assert so.Communicator.of(group, "cpu").fallback is None
+
+
+def test_a_rank_that_is_late_in_the_set_up_gives_up_with_the_others() -> None:
+    with Pool(2) as pool:
+        pool.run(set_up_late, timeout=40)
+
+
+def bad_first_call(rank: int, world: int, group, options: dict, error: type, message: str) -> None:
+    own = dist.new_group([0, 1])
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(error, match=message):
+            so.all_gather(torch.ones(2), own, **options)
+        assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"plan": "ring"}, TypeError, "plan is a str"),
+        ({"timeout": -1}, ValueError, "timeout is -1"),
+        ({"async_op": "yes"}, TypeError, "async_op is a str; expected a bool"),
+        ({"streams": 3}, TypeError, "streams is a int"),
+    ],
+)
+def test_a_bad_first_call_waits_for_nobody(ranks, options: dict, error: type, message: str) -> None:
+    ranks(2).run(bad_first_call, options, error, message)

@@ -114,11 +114,14 @@ def test_a_call_behind_that_of_another_thread_hears_ctrl_c() -> None:
 
 END = textwrap.dedent(
     """
-    import sys, threading, time, torch, torch.distributed as dist, streamoverlap as so
+    import os, signal, sys, threading, time, torch, torch.distributed as dist, streamoverlap as so
     rank, store, how = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2), sys.argv[3]
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    plan = so.PlanSpec("serial") if how == "serial" else None
+    plan = so.PlanSpec("serial") if "serial" in how else None
     comm = so.Communicator(timeout=60)
+    own = dist.new_group([0, 1])
+    if rank == 1 and how == "behind another group":
+        other = so.Communicator(own, timeout=60)
     x = torch.ones(2, 2)
     if rank == 1:  # makes no call, and is there until it is told that rank 0 has ended
         while comm.errored() is None:
@@ -130,13 +133,22 @@ END = textwrap.dedent(
                 comm.all_gather(x, plan, async_op=True)
         threading.Thread(target=calls, daemon=True).start()
         time.sleep(0.3)
+    elif how == "behind another group":
+        other = so.Communicator(own, timeout=60)
+        behind = other.all_gather(x, plan, async_op=True)
+        works = comm.all_gather(x, plan, async_op=True).then(lambda _: behind.wait())
     else:
+        if "Ctrl-C" in how:
+            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         works = [comm.all_gather(x, plan, async_op=True) for _ in range(2)]
     """
 )
 
 
-@pytest.mark.parametrize("how", ["overlapped", "serial", "blocked thread"])
+@pytest.mark.parametrize(
+    "how",
+    ["overlapped", "serial", "blocked thread", "overlapped, Ctrl-C", "serial, Ctrl-C", "behind another group"],
+)
 def test_a_program_that_ends_with_calls_in_flight_ends_in_seconds(tmp_path: Path, how: str) -> None:
     begin = time.monotonic()
     command = [sys.executable, "-c", END]
@@ -148,6 +160,38 @@ def test_a_program_that_ends_with_calls_in_flight_ends_in_seconds(tmp_path: Path
         _, errors = process.communicate(timeout=50)
         assert process.returncode == 0, errors
     assert time.monotonic() - begin < 30, "of a timeout of 60 s"
+
+
+def test_a_program_does_not_wait_for_a_function_that_never_ends() -> None:
+    program = textwrap.dedent(
+        """
+        import time, torch, torch.distributed as dist, streamoverlap as so
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        comm = so.Communicator(timeout=60)
+        work = comm.all_gather(torch.ones(2), None, async_op=True).then(lambda _: time.sleep(100))
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def wait_for_room(rank: int, world: int, group) -> None:
+    comm = so.Communicator(group, timeout=60)
+    if rank == 0:
+        plan, x = so.PlanSpec("serial"), torch.ones(2)
+        works = [comm.all_gather(x, plan, async_op=True) for _ in range(255)]
+        begin = time.monotonic()
+        with pytest.raises(so.PeerTimeoutError, match="serial calls behind"):
+            comm.all_gather(x, plan, async_op=True, timeout=0.5)
+        assert time.monotonic() - begin < 0.5 + 2
+        del works
+    else:
+        while comm.errored() is None:
+            time.sleep(0.01)
+
+
+def test_a_wait_for_room_obeys_the_timeout_of_its_call() -> None:
+    with Pool(2) as pool:
+        pool.run(wait_for_room, timeout=30)
 
 
 def grow_alone(rank: int, world: int, group) -> None:

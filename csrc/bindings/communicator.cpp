@@ -205,11 +205,10 @@ void Communicator::reserve(std::int64_t slot_bytes) {
 std::uint32_t Communicator::enter_serial(std::uint32_t signature, const std::string& text,
                                          std::optional<double> timeout_seconds) {
   if (!group().described(signature)) group_->describe(signature, text);
-  const std::uint32_t number = group_->enter_serial(signature, poll_);
-  if (timeout_seconds) {
-    const auto timeout = *timeout_seconds > 0 ? milliseconds(*timeout_seconds) : std::chrono::milliseconds{0};
-    group_->watch_serial(number, signature, timeout);
-  }
+  std::chrono::milliseconds timeout{0};  // the group's
+  if (timeout_seconds && *timeout_seconds > 0) timeout = milliseconds(*timeout_seconds);
+  const std::uint32_t number = group_->enter_serial(signature, poll_, timeout);
+  if (timeout_seconds) group_->watch_serial(number, signature, timeout);
   return number;
 }
 

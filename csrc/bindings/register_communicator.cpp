@@ -1,3 +1,4 @@
+#include <pthread.h>
 #include <pybind11/functional.h>
 #include <torch/extension.h>
 #include <unistd.h>
@@ -43,6 +44,8 @@ template <class Source>  // Communicator or Work
 }
 
 std::atomic<int> threads_inside{0};  // methods that have let go of the GIL
+// A forked child has none of the threads.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { threads_inside = 0; });
 
 bool in_main_thread() {
   static const auto main = [] {
@@ -69,7 +72,8 @@ struct Inside {
 
 bool wait_until_outside(double seconds) {
   const py::gil_scoped_release no_gil;
-  for (int left = static_cast<int>(seconds * 1000); left > 0 && threads_inside > 0; --left) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (threads_inside > 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return threads_inside == 0;

@@ -194,7 +194,8 @@ std::string Group::report(std::chrono::milliseconds wait) const {
   return report_;
 }
 
-void Group::await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll) {
+void Group::await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll,
+                              std::chrono::milliseconds timeout) {
   if (number < kSerialCalls) return;
   const std::uint64_t needed = number - (kSerialCalls - 1);
   const auto begin = std::chrono::steady_clock::now();
@@ -205,17 +206,17 @@ void Group::await_serial_room(std::uint64_t number, std::uint32_t signature, con
       if (poll) poll();
       std::this_thread::sleep_for(kRoomWait);
       const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      if (elapsed < timeout()) continue;
+      if (elapsed < (timeout.count() > 0 ? timeout : this->timeout())) continue;
       fail_peer(peer, "is " + std::to_string(kSerialCalls) + " serial calls behind", signature, elapsed.count());
       throw error(signature);
     }
   }
 }
 
-std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll) {
+std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll, std::chrono::milliseconds timeout) {
   check();
   const std::uint64_t number = ++serial_calls_;
-  await_serial_room(number, signature, poll);
+  await_serial_room(number, signature, poll, timeout);
   const auto word = [this, number](int rank) -> LongWord& {
     return control(rank).head().serial[number % kSerialCalls];
   };

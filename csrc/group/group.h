@@ -83,7 +83,7 @@ class Group {
   // A call by the group's own collective begins. Of two ranks whose calls of one number differ, the later one throws
   // here, before it sends anything; the other, which may wait for it already, sees the abort word. A rank that is
   // kSerialCalls ahead of a peer waits for it, since both would not compare. Returns the number.
-  std::uint32_t enter_serial(std::uint32_t signature, const Poll& poll = {});
+  std::uint32_t enter_serial(std::uint32_t signature, const Poll& poll = {}, std::chrono::milliseconds timeout = {});
   // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
   // the peer that is gone and abort.
   void watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout);
@@ -102,7 +102,8 @@ class Group {
   bool first_to_ask() { return !asked_.exchange(true); }  // so that it is logged once
 
  private:
-  void await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll);
+  void await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll,
+                         std::chrono::milliseconds timeout);
   Word& abort_word() const { return control(0).head().abort; }
 
   GroupConfig config_;
