@@ -102,11 +102,13 @@ void StreamSet::reserve_workspaces(int count) {
 // On a thread of its own: this one's allocations may be directed to a pool that does not outlive what uses it, as where
 // Inductor runs what it captures in a CUDA graph next.
 at::Tensor allocate_to_keep(std::int64_t bytes, const CUDAStream& stream) {
-  return std::async(std::launch::async, [&] {
-           const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-           const c10::cuda::CUDAStreamGuard guard(stream);
-           return at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
-         }).get();
+  return std::async(std::launch::async,
+                    [&] {
+                      const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+                      const c10::cuda::CUDAStreamGuard guard(stream);
+                      return at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
+                    })
+      .get();
 }
 
 }  // namespace streamoverlap::cuda
