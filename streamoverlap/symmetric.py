@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from threading import Thread
 from typing import Any
 
@@ -27,6 +28,26 @@ from streamoverlap.store import wait_for
 _allocations = itertools.count()
 
 
+def _on_a_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What this one allocates may be directed to a pool, such as a CUDA graph's; a rendezvous allocates a little."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        result: Future = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(*args))
+            except BaseException as error:
+                result.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
+        return result.result()  # after Ctrl-C here its group has failed, so that thread's next check raises
+
+    return call
+
+
+@_on_a_thread
 def allocate(
     size: int,
     store: dist.Store,
@@ -43,32 +64,6 @@ def allocate(
     Returns:
         What keeps the memory, and where each rank's is in this process.
     """
-    return _on_a_thread(lambda: _allocate(size, store, rank, world, device, timeout, check))
-
-
-def _on_a_thread(function: Callable[[], Any]) -> Any:
-    """What this one allocates may be directed to a pool, such as a CUDA graph's; a rendezvous allocates a little."""
-    result: Future = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return result.result()  # after Ctrl-C here its group has failed, so that thread's next check raises
-
-
-def _allocate(
-    size: int,
-    store: dist.Store,
-    rank: int,
-    world: int,
-    device: torch.device,
-    timeout: timedelta,
-    check: Callable[[], None],
-) -> tuple[object, list[int]]:
     torch.cuda.set_device(device)
     tensor = symm_mem.empty(size, dtype=torch.uint8, device=device)
     # Torch finds ranks and store by the name of a group; this one is a name, ranks and store, and nothing else.
