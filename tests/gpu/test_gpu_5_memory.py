@@ -12,7 +12,7 @@ from gpu_ranks import meet, verify
 from references import Case
 
 import streamoverlap as so
-from streamoverlap.call import preparing
+from streamoverlap.call import Mode, in_mode
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -59,7 +59,7 @@ def footprint(rank: int, world: int, group) -> dict[str, float]:
             assert torch.equal(y, torch.full_like(y, 1024 * world))
             del y
             note("scatter")
-            with preparing():
+            with in_mode(Mode(prepare=True)):
                 comm.all_gather_gemm(x, [weight], [], False, plan)
             note("captured")
             taken["slot"] = comm.slot_bytes
