@@ -181,6 +181,7 @@ def _work(
         os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
     backend = begin(rank, world)
