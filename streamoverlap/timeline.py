@@ -66,13 +66,13 @@ class Timeline:
             for index, op in enumerate(plan.ops):
                 if op.kind == "record":
                     setters[rank, op.event] = rank, index
-                elif op.kind == "notify":
+                elif op.kind == "notify" and op.flag.kind == "full":  # a credit is for the next call
                     setters[_key(op.flag)] = rank, index
         for rank, plan in enumerate(self.plans):
             for index, op in enumerate(plan.ops):
                 if op.kind in ("wait", "await"):
                     key = (rank, op.event) if op.kind == "wait" else _key(op.flag)
-                    if key in setters:  # a credit that the last call returned has no setter in this one
+                    if key in setters:
                         yield Arrow(*setters[key], rank, index)
 
 
