@@ -40,6 +40,7 @@ _set_up_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.
 # To be closed before the interpreter ends: their threads let go of tensors.
 _open_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _EXIT_WAIT = 5.0  # seconds that calls in flight get to end then
+_ENDED = "its process ended with calls in flight"
 _LAST_MOMENT = 0.1  # seconds for threads on their way out of such calls to get the GIL: later it ends them, in C++
 
 
@@ -327,7 +328,7 @@ class Communicator:
             ended = calls and self._follow.drain(deadline - time.monotonic())
         finally:
             if not ended:
-                self.abort("its process ended with calls in flight")
+                self.abort(_ENDED)
 
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
@@ -492,6 +493,9 @@ def _end_all() -> None:
             communicator._end(deadline)
         except KeyboardInterrupt:  # no more waiting, but peers are told
             deadline = time.monotonic()
+    if not _C.wait_until_outside(max(deadline - time.monotonic(), 0.0)):
+        for communicator in ours:  # another thread's slots grow, or it makes a serial call
+            communicator.abort(_ENDED)
     for communicator in ours:  # all that waited for another one has ended by now
         communicator._let_go(_LAST_MOMENT)
     _C.wait_until_outside(_EXIT_WAIT)  # what other threads were in has been aborted

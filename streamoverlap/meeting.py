@@ -81,7 +81,12 @@ class Meeting:
         self._store.set(f"{key}/{self._rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self._world)]
         wait_for(self._store, keys, self.left + _GRACE)
-        return [json.loads(self._store.get(key)) for key in keys]
+        values = [json.loads(self._store.get(key)) for key in keys]
+        readers = f"{key}/readers"
+        if self._store.add(readers, 1) == self._world:  # a job that makes many communicators keeps one store
+            for done in (*keys, readers):
+                self._store.delete_key(done)
+        return values
 
     def _tell_if_store_fails(self, step: Callable[[], Any]) -> Any:
         try:

@@ -204,6 +204,8 @@ DISAGREEMENTS = {
     "no rows at all": (Case("all_gather", DIRECT, lead=(0,)), Case("all_gather", DIRECT, lead=(4,))),
     "no rows in a ring": (replace(CASE, lead=(0,)), CASE),
     "copy of the input": (Case("all_gather", DIRECT), Case("all_gather", DIRECT, copy_input=True)),
+    # Both need larger slots than there are, of different sizes.
+    "size of the slots": tuple(Case("all_gather", DIRECT, lead=(rows,), k=8) for rows in (200_000, 400_000)),
     "dtype of the same size": tuple(Case("all_gather", DIRECT, dtype) for dtype in (torch.bfloat16, torch.float16)),
 }
 
@@ -364,6 +366,23 @@ def resident_bytes() -> int:
     """Without what malloc keeps for later: some MiB, more or less of it at each look."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keys_left(rank: int, world: int, group) -> int:
+    """By a second and third communicator in the group's store."""
+    store = group.get_group_store()
+    counts = []
+    for _ in range(3):
+        with closing(so.Communicator(group, timeout=30)) as comm:
+            verify(CASE, rank, world, comm)
+        dist.barrier(group)
+        counts.append(store.num_keys())
+        dist.barrier(group)
+    return counts[2] - counts[0]
+
+
+def test_set_ups_leave_no_keys_in_the_store(ranks) -> None:
+    assert ranks(2).run(keys_left) == [0, 0]
 
 
 def test_100_communicators_leave_no_descriptor_thread_or_memory(ranks) -> None:

@@ -112,10 +112,38 @@ def test_a_call_behind_that_of_another_thread_hears_ctrl_c() -> None:
         pool.run(interrupt_behind_another_thread, timeout=30)
 
 
+def interrupt_a_destructor(rank: int, world: int, group) -> None:
+    own = dist.new_group(list(range(world)))
+    comm = so.Communicator(own, timeout=TIMEOUT)
+    x = torch.ones(2, 2)
+    if rank == 1:
+        with pytest.raises(so.CommunicatorError, match="rank 0 failed: interrupted"):
+            while True:  # until it is told
+                comm._check()
+                time.sleep(0.01)
+        return
+    comm.all_gather(x, None, async_op=True)
+
+    def let_go() -> None:
+        nonlocal comm, own
+        dist.destroy_process_group(own)
+        own = comm = None
+        for _ in range(1000):  # heard in the destructor, raised after it
+            time.sleep(0.001)
+
+    assert interrupted(let_go) < SOON
+
+
+def test_ctrl_c_is_heard_while_a_group_is_destroyed_with_a_call_in_flight() -> None:
+    with Pool(2) as pool:
+        pool.run(interrupt_a_destructor, timeout=30)
+
+
 END = textwrap.dedent(
     """
     import os, signal, sys, threading, time, torch, torch.distributed as dist, streamoverlap as so
     rank, store, how = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2), sys.argv[3]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     plan = so.PlanSpec("serial") if "serial" in how else None
     comm = so.Communicator(timeout=60)
@@ -133,6 +161,10 @@ END = textwrap.dedent(
                 comm.all_gather(x, plan, async_op=True)
         threading.Thread(target=calls, daemon=True).start()
         time.sleep(0.3)
+    elif how in ("growing thread", "serial thread"):
+        x = x if how == "serial thread" else torch.ones(1 << 20, 8)
+        threading.Thread(target=comm.all_gather, args=(x, plan), daemon=True).start()
+        time.sleep(0.5)
     elif how == "behind another group":
         other = so.Communicator(own, timeout=60)
         behind = other.all_gather(x, plan, async_op=True)
@@ -147,7 +179,16 @@ END = textwrap.dedent(
 
 @pytest.mark.parametrize(
     "how",
-    ["overlapped", "serial", "blocked thread", "overlapped, Ctrl-C", "serial, Ctrl-C", "behind another group"],
+    [
+        "overlapped",
+        "serial",
+        "blocked thread",
+        "growing thread",
+        "serial thread",
+        "overlapped, Ctrl-C",
+        "serial, Ctrl-C",
+        "behind another group",
+    ],
 )
 def test_a_program_that_ends_with_calls_in_flight_ends_in_seconds(tmp_path: Path, how: str) -> None:
     begin = time.monotonic()

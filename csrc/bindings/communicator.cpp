@@ -180,6 +180,8 @@ void Communicator::grow(std::int64_t bytes, std::chrono::milliseconds timeout, s
   bytes = (bytes + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
   const auto begin = std::chrono::steady_clock::now();
   try {
+    // Slots of different sizes come of different calls, which is what the user must be told.
+    group_->enter_growth(signature);
     backend_->grow(bytes, timeout);
   } catch (const PeerMissing& missing) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
@@ -192,7 +194,7 @@ void Communicator::grow(std::int64_t bytes, std::chrono::milliseconds timeout, s
     // ranks throw the same, the first cause, unless it is this rank's user who wants no more.
     abort("could not set up slots of " + std::to_string(bytes) + " bytes: " + error.what());
     if (dynamic_cast<const Interrupted*>(&error) != nullptr) throw;
-    throw group_->error();
+    throw group_->error(signature);
   }
   if (on_growth_) on_growth_(bytes);
 }
@@ -224,9 +226,18 @@ void Communicator::abort(const std::string& cause) { group().fail(cause); }
 
 void Communicator::set_report_path(const std::string& path) { group().set_report_path(path); }
 
+void Communicator::wind_down() {
+  if (backend_ != nullptr) wait_until([this] { return backend_->is_idle(); }, group_->timeout());
+}
+
 bool Communicator::drain(double seconds) {
-  const auto deadline = std::chrono::steady_clock::now() + milliseconds(seconds);
-  while (!group().aborted() && !backend().is_idle()) {
+  backend();
+  return wait_until([this] { return backend_->is_idle() && !group_->in_serial(); }, milliseconds(seconds));
+}
+
+bool Communicator::wait_until(const std::function<bool()>& idle, std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!group_->aborted() && !idle()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     poll_();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -70,7 +70,8 @@ class Communicator {
   void set_report_path(const std::string& path);
   // Waits until no call is in flight, or the group has failed; false: not in time.
   bool drain(double seconds);
-  void check();  // throws what a call would throw if the group has failed
+  void wind_down();  // the same of the streams alone, within the timeout
+  void check();      // throws what a call would throw if the group has failed
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook);
   // As of Group, for errors.
   std::string report(std::chrono::milliseconds wait) const { return group().report(wait); }
@@ -84,6 +85,8 @@ class Communicator {
   WorkPointer run(const std::shared_ptr<Problem>& problem, const plan::Spec& spec, const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> run_one(Problem problem, const plan::Spec& spec, const CallOptions& options);
   std::unique_lock<std::timed_mutex> in_order();
+  // False: not in time. An aborted group has nothing more to wait for.
+  bool wait_until(const std::function<bool()>& idle, std::chrono::milliseconds timeout);
   void grow(std::int64_t bytes, std::chrono::milliseconds timeout, std::uint32_t signature);
 
   GroupConfig config_;

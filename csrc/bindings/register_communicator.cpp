@@ -109,6 +109,23 @@ Poll check_signals() {
   };
 }
 
+// Nobody can catch what a destructor throws: Ctrl-C while it waits is passed on as if it came after.
+void let_calls_end(Communicator& communicator) {
+  try {
+    communicator.wind_down();
+  } catch (const Interrupted& interrupted) {
+    communicator.abort("interrupted while it let go of its communicator");
+    const py::gil_scoped_acquire gil;
+    auto& error = *static_cast<py::error_already_set*>(interrupted.error.get());
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();
+    } else {
+      error.discard_as_unraisable("streamoverlap.Communicator");
+    }
+  } catch (const std::exception&) {  // of CUDA, which is no more; the executor's end copes
+  }
+}
+
 // Calls take the locks of a communicator without the GIL, and streams may wait for it to let go of a tensor. So its
 // end, which waits for both, must not hold it. A forked child has none of its threads to wait for, and no part in the
 // group: there the memory is left alone.
@@ -119,6 +136,7 @@ std::shared_ptr<Communicator> make(std::string group_name, int rank, int world, 
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check()) no_gil.emplace();
             const Inside inside;
+            let_calls_end(*communicator);
             delete communicator;
           }};
 }

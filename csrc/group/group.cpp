@@ -213,13 +213,8 @@ void Group::await_serial_room(std::uint64_t number, std::uint32_t signature, con
   }
 }
 
-std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll, std::chrono::milliseconds timeout) {
-  check();
-  const std::uint64_t number = ++serial_calls_;
-  await_serial_room(number, signature, poll, timeout);
-  const auto word = [this, number](int rank) -> LongWord& {
-    return control(rank).head().serial[number % kSerialCalls];
-  };
+void Group::announce(LongWord& (*word_of)(ControlHead&, std::uint64_t), std::uint64_t number, std::uint32_t signature) {
+  const auto word = [&](int rank) -> LongWord& { return word_of(control(rank).head(), number); };
   // Sequentially consistent, as are the loads: of two ranks that write, then read, one at least sees the other's word.
   word(rank()).store(number << 32 | signature);
   for (int peer = 0; peer < world(); ++peer) {
@@ -228,7 +223,20 @@ std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll, std
     abort_mismatch(peer, signature, static_cast<std::uint32_t>(theirs));
     throw error(signature);
   }
+}
+
+std::uint32_t Group::enter_serial(std::uint32_t signature, const Poll& poll, std::chrono::milliseconds timeout) {
+  check();
+  const std::uint64_t number = ++serial_calls_;
+  await_serial_room(number, signature, poll, timeout);
+  const auto word = [](ControlHead& head, std::uint64_t n) -> LongWord& { return head.serial[n % kSerialCalls]; };
+  announce(word, number, signature);
   return static_cast<std::uint32_t>(number);
+}
+
+void Group::enter_growth(std::uint32_t signature) {
+  check();
+  announce([](ControlHead& head, std::uint64_t) -> LongWord& { return head.growth; }, ++growths_, signature);
 }
 
 void Group::watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout) {
@@ -247,6 +255,11 @@ void Group::fail_serial(std::uint32_t number, const std::string& cause) {
 void Group::leave_serial(std::uint32_t number) {
   std::lock_guard<std::mutex> lock(serial_mutex_);
   serial_.erase(number);
+}
+
+bool Group::in_serial() {
+  std::lock_guard<std::mutex> lock(serial_mutex_);
+  return !serial_.empty();
 }
 
 void Group::on_abort(std::function<bool()> release) { watchdog_->on_abort(std::move(release)); }

@@ -84,11 +84,15 @@ class Group {
   // here, before it sends anything; the other, which may wait for it already, sees the abort word. A rank that is
   // kSerialCalls ahead of a peer waits for it, since both would not compare. Returns the number.
   std::uint32_t enter_serial(std::uint32_t signature, const Poll& poll = {}, std::chrono::milliseconds timeout = {});
+  // Slots grow for a call of this signature. Ranks whose calls differ learn of it as above, before any memory is
+  // shared.
+  void enter_growth(std::uint32_t signature);
   // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
   // the peer that is gone and abort.
   void watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout);
   void fail_serial(std::uint32_t number, const std::string& cause);
   void leave_serial(std::uint32_t number);
+  bool in_serial();  // a watched call has not been left
 
   // The watchdog calls `release` every few milliseconds after an abort until it returns true: all calls have ended.
   // It must call nothing of CUDA and take no lock that a blocked call holds. An empty function takes it away.
@@ -104,6 +108,7 @@ class Group {
  private:
   void await_serial_room(std::uint64_t number, std::uint32_t signature, const Poll& poll,
                          std::chrono::milliseconds timeout);
+  void announce(LongWord& (*word_of)(ControlHead&, std::uint64_t), std::uint64_t number, std::uint32_t signature);
   Word& abort_word() const { return control(0).head().abort; }
 
   GroupConfig config_;
@@ -117,7 +122,7 @@ class Group {
   mutable std::condition_variable reported_;
   std::string report_path_, report_;
   std::atomic<bool> asked_{false};
-  std::atomic<std::uint32_t> serial_calls_{0};
+  std::atomic<std::uint32_t> serial_calls_{0}, growths_{0};
   friend class Watchdog;
   struct SerialCall {
     std::uint32_t signature = 0;

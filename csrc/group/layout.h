@@ -17,7 +17,7 @@
 namespace streamoverlap {
 
 inline constexpr std::uint32_t kMagic = 0x534f5650;
-inline constexpr std::uint32_t kProtocolVersion = 2;
+inline constexpr std::uint32_t kProtocolVersion = 3;
 inline constexpr int kMaxSlots = 64;
 inline constexpr std::size_t kCacheLine = 64;
 
@@ -41,6 +41,7 @@ inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 // in word n % kSerialCalls: n in the upper half, its signature in the lower. A rank that is that far ahead of a peer
 // waits for it.
 inline constexpr int kSerialCalls = 256;
+// Likewise the growth of slots, for a call whose signature it is: all ranks take part, so one word will do.
 
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
 
@@ -84,6 +85,7 @@ struct ControlHead {
   Word state;                              // State
 
   alignas(kCacheLine) LongWord serial[kSerialCalls];
+  LongWord growth;
 
   alignas(kCacheLine) Word abort;  // used in rank 0's segment alone
   AbortRecord record;
