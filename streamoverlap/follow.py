@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ class FollowOnCpu:
         self._thread: threading.Thread | None = None
         self._stop: weakref.finalize | None = None
         self._closed = False
+        self._process = os.getpid()
 
     def run(self, before: Handle | None, function: Callable[[], Any], uses: object = None) -> Work:
         task = _Task(before, function, self._is_current)
@@ -66,10 +68,15 @@ class FollowOnCpu:
         return last.wait_for(max(seconds, 0.0))
 
     def require_open(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the op was made in process {self._process}, of which this one is a fork; expected a call there"
+            )
         if self._closed:
             raise RuntimeError("the communicator of this op is closed; expected an open one")
 
     def _submit(self, task: _Task) -> None:
+        self.require_open()  # in a fork the lock may be held for ever
         with self._lock:
             self.require_open()
             if self._thread is None:

@@ -168,6 +168,10 @@ def fork(rank: int, world: int, group) -> list[str]:
         in_a_child(lambda: so.all_gather(x, group, plan=so.PlanSpec("serial"))),
         in_a_child(comm.close),
     ]
+    work = so.all_gather(x, group, async_op=True)
+    work.then(lambda y: y).wait()  # its thread does not exist in the child
+    for follow in (lambda: work.then(lambda y: y).wait(1), work.get_future):
+        assert "of which this one is a fork" in in_a_child(follow)
     dist.barrier(group)
     for seed in range(3):
         assert torch.equal(so.all_gather(x + seed, group), torch.full((2 * world, 2), 1.0 + seed))
