@@ -135,8 +135,8 @@ class Costs:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is no file of costs: {error}") from error
 
-    def save(self, path: str | Path) -> None:
-        """Writes all constants with unit and source, as JSON."""
+    def as_json(self) -> dict:
+        """All constants with unit and source."""
         constants = {
             _in_file(name): {
                 "value": getattr(self, name),
@@ -145,7 +145,11 @@ class Costs:
             }
             for name in _names()
         }
-        Path(path).write_text(json.dumps({"device": self.device, "constants": constants}, indent=1) + "\n")
+        return {"device": self.device, "constants": constants}
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `load` reads."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
 
 def _names() -> list[str]:
@@ -173,8 +177,8 @@ class Local(NamedTuple):
 def local_problem(operation: str, world: int, m: int, n: int, k: int, as_tp: int | None = None) -> Local:
     """Shards M, N, K as benchmarks/overlap.py does.
 
-    all_gather_gemm gathers x [M, K], shards N; gemm_reduce_scatter and gemm_all_reduce shard K and sum [M, N]. The plain
-    collectives exchange what those do: all_gather rows of K elements, reduce_scatter and all_reduce rows of N.
+    all_gather_gemm gathers x [M, K] and shards N; gemm_reduce_scatter and gemm_all_reduce shard K and sum [M, N]. The
+    plain collectives exchange what those do: all_gather rows of K elements, reduce_scatter and all_reduce rows of N.
 
     Args:
         m, n, k: sizes before sharding.
@@ -243,7 +247,9 @@ def predicted_seconds(timeline: Timeline) -> float:
     return max((end for rank in timeline.times for _, end in rank), default=0.0)
 
 
-def gemm_seconds(operation: str, world: int, m: int, n: int, k: int, *, costs: Costs, as_tp: int | None = None) -> float:
+def gemm_seconds(
+    operation: str, world: int, m: int, n: int, k: int, *, costs: Costs, as_tp: int | None = None
+) -> float:
     """One rank's whole product alone on its GPU: what perfect overlap takes. 0 for the plain collectives."""
     local = local_problem(operation, world, m, n, k, as_tp)
     return costs.compiled().gemm_seconds(local.rows, local.n, local.k) if "gemm" in operation else 0.0
@@ -293,7 +299,7 @@ def best(
     graph: bool = False,
     as_tp: int | None = None,
 ) -> list[tuple[PlanSpec, float]]:
-    """All `candidates` and ``serial`` with their predicted seconds, the fastest first; the arguments are `simulate`'s."""
+    """All `candidates` and ``serial`` with their predicted seconds, the fastest first; arguments as of `simulate`."""
     options = {"costs": costs, "dtype_bytes": dtype_bytes, "graph": graph, "as_tp": as_tp}
     ranking = [(PlanSpec("serial"), serial_seconds(operation, world, m, n, k, **options))]
     for plan in candidates(operation):
