@@ -5,6 +5,7 @@
 namespace streamoverlap {
 
 void register_plan(pybind11::module_&);
+void register_simulate(pybind11::module_&);
 void register_communicator(pybind11::module_&);
 void register_waiter(pybind11::module_&);
 #ifdef STREAMOVERLAP_WITH_CUDA

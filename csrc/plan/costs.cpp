@@ -1,0 +1,75 @@
+#include "costs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace streamoverlap::plan {
+namespace {
+
+void expect(bool right, const std::string& what, const char* expected) {
+  if (!right) throw std::invalid_argument(what + "; expected " + expected);
+}
+
+void expect_positive(const char* name, double value) {
+  expect(std::isfinite(value) && value > 0, std::string(name) + " is " + std::to_string(value), "more than 0");
+}
+
+void expect_seconds(const std::string& name, double value) {
+  expect(std::isfinite(value) && value >= 0, name + " is " + std::to_string(value), "seconds, 0 or more");
+}
+
+std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
+
+}  // namespace
+
+void validate(const Costs& costs) {
+  expect_positive("gemm_flops", costs.gemm_flops);
+  expect_positive("sms", costs.sms);
+  expect_positive("tile_m", costs.tile_m);
+  expect_positive("tile_n", costs.tile_n);
+  expect(costs.gemm_accumulate >= 1 && std::isfinite(costs.gemm_accumulate),
+         "gemm_accumulate is " + std::to_string(costs.gemm_accumulate), "a factor of 1 or more");
+  expect_positive("copy_bandwidth", costs.copy_bandwidth);
+  expect_positive("reduce_bandwidth", costs.reduce_bandwidth);
+  expect(!costs.link_bandwidth.empty(), "link_bandwidth is empty", "at least one (bytes, bytes/s)");
+  double before = 0;
+  for (const auto& [bytes, bandwidth] : costs.link_bandwidth) {
+    expect(std::isfinite(bytes) && bytes > before, "link_bandwidth has size " + std::to_string(bytes),
+           "sizes above 0, rising");
+    expect_positive("link_bandwidth", bandwidth);
+    before = bytes;
+  }
+  expect_seconds("gemm_latency", costs.gemm_latency);
+  expect_seconds("put_latency", costs.put_latency);
+  expect_seconds("copy_latency", costs.copy_latency);
+  expect_seconds("notify", costs.notify);
+  expect_seconds("await", costs.await);
+  expect_seconds("record", costs.record);
+  expect_seconds("wait", costs.wait);
+  expect_seconds("flag_latency", costs.flag_latency);
+  for (int kind = 0; kind < kKinds; ++kind) {
+    expect_seconds(std::string("issue of ") + name(static_cast<Kind>(kind)), costs.issue[kind]);
+  }
+}
+
+double gemm_seconds(const Costs& costs, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates) {
+  if (rows == 0 || n == 0) return 0;
+  const std::int64_t waves = tiles(tiles(rows, costs.tile_m) * tiles(n, costs.tile_n), costs.sms);
+  const double flops_of_wave = 2.0 * costs.sms * costs.tile_m * costs.tile_n * static_cast<double>(k);
+  const double factor = accumulates ? costs.gemm_accumulate : 1;
+  return costs.gemm_latency + factor * static_cast<double>(waves) * flops_of_wave / costs.gemm_flops;
+}
+
+double link_bandwidth(const Costs& costs, double bytes) {
+  const auto& table = costs.link_bandwidth;
+  const auto above = std::find_if(table.begin(), table.end(), [&](const auto& row) { return row.first >= bytes; });
+  if (above == table.begin()) return above->second;
+  if (above == table.end()) return table.back().second;
+  const auto& [low, slow] = *(above - 1);
+  const auto& [high, fast] = *above;
+  return slow + (fast - slow) * std::log(bytes / low) / std::log(high / low);
+}
+
+}  // namespace streamoverlap::plan
