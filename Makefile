@@ -27,7 +27,7 @@ CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo "ARGS goes to the program that is run: make test ARGS='-k ring -x'"
 	@echo "VENV= takes PYTHON as it is, with the packages it has: make test-gpu VENV= PYTHON=python3"
 
