@@ -32,7 +32,7 @@ def calibrate(base: Costs) -> tuple[Costs, list[str]]:
     name = torch.cuda.get_device_name(0)
     with torch.cuda.device(0):
         found = {**_gemm(base), **_local(base), "issue": {**base.issue, **_issue()}}
-    kept = ["flag_latency, notify, await, record, wait, gemm_latency, tile_m, tile_n, serial_*: not measured here"]
+    kept = ["flags, record, wait, gemm_latency, tile_m, tile_n, reduce_bandwidth, serial_*: not measured here"]
     if count < 2:
         kept.append("link_bandwidth, put_latency: needs 2 GPUs, found 1")
     elif not torch.cuda.can_device_access_peer(0, 1):
@@ -48,14 +48,14 @@ def _gemm(base: Costs) -> dict:
     a, b, c = (torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     alone = _seconds(lambda: torch.mm(a, b.t(), out=c), repeats=30)
-    accumulating = _seconds(lambda: torch.addmm(c, a, b.t(), beta=0.0, out=c), repeats=30)
-    accumulating_c = _seconds(lambda: torch.addmm(c, a, b.t(), beta=1.0, alpha=1e-3, out=c), repeats=30)
+    writing = _seconds(lambda: torch.addmm(c, a, b.t(), beta=0.0, alpha=1e-3, out=c), repeats=30)
+    accumulating = _seconds(lambda: torch.addmm(c, a, b.t(), beta=1.0, alpha=1e-3, out=c), repeats=30)
     # The rate at which the model gives the measured time.
     model = replace(base, sms=sms, gemm_flops=1.0, gemm_latency=0.0).compiled().gemm_seconds(_GEMM, _GEMM, _GEMM)
     return {
         "sms": sms,
         "gemm_flops": model / (alone - base.gemm_latency),
-        "gemm_accumulate": max(1.0, accumulating_c / accumulating),
+        "gemm_accumulate": max(1.0, accumulating / writing),
     }
 
 
@@ -102,10 +102,10 @@ def _link() -> dict:
 
 def _issue() -> dict[str, float]:
     a = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")
-    b = torch.zeros_like(a)
+    b, c = torch.zeros_like(a), torch.zeros_like(a)
     copy = _cpu_seconds(lambda: a.copy_(b))
     return {
-        "gemm": _cpu_seconds(lambda: torch.mm(a, b, out=a)),
+        "gemm": _cpu_seconds(lambda: torch.mm(a, b, out=c)),
         "put": copy,
         "copy": copy,
         "reduce": _cpu_seconds(lambda: a.add_(b)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 import pytest
 
-from streamoverlap import plans, simulate
+from streamoverlap import calibrate, plans, simulate
 from streamoverlap.__main__ import main
 from streamoverlap.plans import Flag, Op, Plan, Region, Spec
 from streamoverlap.simulate import Costs
@@ -302,6 +303,34 @@ def test_calibration_without_a_gpu_says_what_it_needs(monkeypatch, capsys) -> No
     assert run("simulate --calibrate out.json") == 2
     err = capsys.readouterr().err
     assert "--calibrate needs a CUDA GPU, 2 to measure the link" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calibration_keeps_what_it_cannot_measure_and_says_so(count: int, monkeypatch, tmp_path, capsys) -> None:
+    link = {"put_latency": 1e-6, "link_bandwidth": ((1.0, 5e9),)}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(calibrate, "_gemm", lambda base: {"gemm_flops": 1e12})
+    monkeypatch.setattr(calibrate, "_local", lambda base: {"copy_bandwidth": 1e9})
+    monkeypatch.setattr(calibrate, "_link", lambda: link)
+    monkeypatch.setattr(calibrate, "_issue", lambda: {"gemm": 1e-5})
+    assert run(f"simulate --calibrate {tmp_path}/here.json") == 0
+    assert ("needs 2 GPUs, found 1" in capsys.readouterr().out) == (count == 1)
+    costs = Costs.load(tmp_path / "here.json")
+    assert (costs.gemm_flops, costs.copy_bandwidth, costs.issue["gemm"]) == (1e12, 1e9, 1e-5)
+    assert costs.link_bandwidth == (link["link_bandwidth"] if count == 2 else H200.link_bandwidth)
+    assert costs.issue["wait"] == H200.issue["wait"]
+    assert "a GPU" in costs.sources["gemm_flops"] and costs.sources["notify"] == H200.sources["notify"]
+
+
+@pytest.mark.gpu(1)
+def test_calibration_measures_this_machine(tmp_path) -> None:
+    assert run(f"simulate --calibrate {tmp_path}/here.json") == 0
+    costs = Costs.load(tmp_path / "here.json")
+    assert costs.gemm_flops > 1e12 and costs.copy_bandwidth > 1e10
+    assert all(0 < costs.issue[kind] < 1e-3 for kind in simulate.KINDS)
 
 
 def _put(sender: int, receiver: int) -> Op:
