@@ -1,5 +1,6 @@
 #include <atomic>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,8 +63,10 @@ class HostBackend : public Backend {
       return std::make_unique<HostCall>(
           executor_.issue(call, std::make_shared<HostCompute>(problem), streams_, options.timeout), poll_);
     } catch (const std::bad_alloc&) {
-      group_->fail("out of memory for scratch of " + std::to_string(call.scratch_bytes()) + " bytes", call.signature);
-      throw;
+      const std::string cause =
+          "could not allocate memory: " + std::to_string(call.scratch_bytes()) + " bytes of scratch";
+      group_->fail(cause, call.signature);
+      throw std::runtime_error(cause);
     }
   }
 
