@@ -112,10 +112,16 @@ def test_the_cpu_issues_one_op_after_the_other_but_not_in_a_graph() -> None:
     assert seconds(spec, costs=costs, graph=True) == pytest.approx(seconds(spec))
 
 
-def test_the_last_wave_of_a_gemm_takes_as_long_as_a_full_one() -> None:
+def test_a_gemm_takes_the_shape_of_tiles_that_leaves_least_idle() -> None:
     costs = replace(FREE, sms=4, tile_m=8, tile_n=16)
     wave = 4 * gemm(8, 16, K)
-    for rows, n, waves in ((8, 16, 1), (16, 32, 1), (17, 32, 2), (32, 33, 3)):
+    cases = [
+        (16, 32, 1.0),  # four large tiles
+        (32, 32, 2.0),
+        (24, 32, 2 * 0.5 / 0.92 + 0.5 / 0.92),  # 12 tiles of half the columns: 3 half waves, no 2 whole ones
+        (8, 16, 0.25 / 0.85),  # a single tile: half the columns and k in halves, so one wave of four quarters
+    ]
+    for rows, n, waves in cases:
         assert simulate.gemm_seconds("all_gather_gemm", 1, rows, n, K, costs=costs) == pytest.approx(waves * wave)
 
 

@@ -35,7 +35,7 @@ struct Costs {
 void validate(const Costs&);
 
 // Of rows x k by k x n alone on the GPU. Tiles run in waves of one a multiprocessor, and the last wave takes as long as
-// the others.
+// the others; their shape is the one that takes least.
 double gemm_seconds(const Costs&, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates);
 double link_bandwidth(const Costs&, double bytes);
 
