@@ -1,6 +1,6 @@
 """A random sequence of everything, as long as one likes, compared with serial integers.
 
-``STREAMOVERLAP_SOAK_SECONDS`` says how long (default 20), ``STREAMOVERLAP_SOAK_SEED`` which sequence: the one that a
+``STREAMOVERLAP_SOAK_SECONDS`` says how long (default 10), ``STREAMOVERLAP_SOAK_SEED`` which sequence: the one that a
 failure printed, to see it again.
 """
 
@@ -24,7 +24,7 @@ from references import DTYPES, PLAIN, Case, call, differences, expected, inputs
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
 
-SECONDS = float(os.environ.get("STREAMOVERLAP_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("STREAMOVERLAP_SOAK_SECONDS", "10"))
 SEED = int(os.environ.get("STREAMOVERLAP_SOAK_SEED", str(time.time_ns() % 1_000_000)))
 WORLD = 3
 ROUND = 40  # calls between two looks at the clock
