@@ -107,6 +107,8 @@ class Communicator:
         report_path: str | Path | None = None,
         _slots: int = 2,  # for tests: with one, every call follows the last one on the same slot
     ) -> None:
+        if not isinstance(report_path, str | Path | None):
+            raise TypeError(f"report_path is a {type(report_path).__name__}; expected a str or Path")
         group = resolve_group(group)
         self._group = weakref.ref(group)  # weak: the cache must not keep its own key alive
         self.device_type = type_of(device)

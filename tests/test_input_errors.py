@@ -415,6 +415,15 @@ def test_a_timeout_that_is_none(ranks, timeout: object) -> None:
     ranks(1).run(refuse_timeout, timeout)
 
 
+def refuse_report_path(rank: int, world: int, group) -> None:
+    with pytest.raises(TypeError, match="report_path is a int; expected a str or Path"):
+        so.Communicator(group, report_path=5)
+
+
+def test_a_report_path_that_is_none(ranks) -> None:
+    ranks(1).run(refuse_report_path)
+
+
 def refuse_timeout(rank: int, world: int, group, timeout: object) -> None:
     message = re.escape(f"timeout is {timeout!r}; expected a positive number of seconds or a timedelta, of at most")
     with pytest.raises(ValueError, match=message):
