@@ -17,6 +17,7 @@ from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, che
 from streamoverlap.spec import SUMS_OF_PRODUCTS
 
 __all__ = [
+    "KINDS",
     "OPERATIONS",
     "Fault",
     "Flag",
@@ -39,7 +40,7 @@ OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_sc
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
-_KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
+KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
 _STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
 _FLAGS = ("full", "empty")
@@ -119,7 +120,7 @@ def as_tuple(plan: Plan) -> tuple:
 def _op_tuple(op: Op) -> tuple:
     flag = op.flag
     return (
-        _KINDS.index(op.kind),
+        KINDS.index(op.kind),
         _STREAMS.index(op.stream),
         [_region_tuple(region) for region in op.reads],
         [_region_tuple(region) for region in op.writes],

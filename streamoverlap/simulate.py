@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamoverlap import _C, plans
+from streamoverlap.plans import KINDS
 from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec
 from streamoverlap.timeline import Timeline
-
-KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")  # of ops, as in csrc/plan/plan.h
 
 _SHIPPED = Path(__file__).with_name("costs")
 _UNITS = {

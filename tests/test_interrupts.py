@@ -33,14 +33,19 @@ def interrupted(call: Callable[[], object]) -> float:
     return time.monotonic() - begin
 
 
+def be_told(comm: so.Communicator) -> None:
+    """On the peer of a rank that is interrupted."""
+    with pytest.raises(so.CommunicatorError, match="rank 0 failed: interrupted"):
+        while True:
+            comm._check()
+            time.sleep(0.01)
+
+
 def interrupt_a_wait(rank: int, world: int, group, how: str) -> None:
     comm = so.Communicator(group, timeout=TIMEOUT)
     x = torch.ones(2, 2)
     if rank == 1:
-        with pytest.raises(so.CommunicatorError, match="rank 0 failed: interrupted"):
-            while True:  # until it is told
-                comm._check()
-                time.sleep(0.01)
+        be_told(comm)
         return
     work = comm.all_gather(x, None, async_op=True)
     following = work.then(lambda y: y) if how == "then" else None
@@ -117,10 +122,7 @@ def interrupt_a_destructor(rank: int, world: int, group) -> None:
     comm = so.Communicator(own, timeout=TIMEOUT)
     x = torch.ones(2, 2)
     if rank == 1:
-        with pytest.raises(so.CommunicatorError, match="rank 0 failed: interrupted"):
-            while True:  # until it is told
-                comm._check()
-                time.sleep(0.01)
+        be_told(comm)
         return
     comm.all_gather(x, None, async_op=True)
 
