@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamoverlap import __version__
-from streamoverlap.cli import check, demo, plan
+from streamoverlap.cli import check, demo, plan, trace
 from streamoverlap.cli.usage import Parser, UsageError
 
 _DESCRIPTION = """\
@@ -22,6 +22,7 @@ examples:
   streamoverlap demo                                       run an MLP block on several ranks, compare, time
   streamoverlap plan all_gather_gemm --world 4 --rank 0    read a plan
   streamoverlap check --world 1-16                         check every plan there is
+  streamoverlap trace --out call.png                       run an op, show when each part of it ran
 """
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"streamoverlap {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (demo, plan, check):
+    for module in (demo, plan, check, trace):
         module.add_parser(commands)
     return parser
 

@@ -58,9 +58,8 @@ def _offsets(timelines: Sequence[Timeline]) -> list[float]:
 
 def _tracks(timelines: Sequence[Timeline]) -> Iterator[dict]:
     """Names and order of processes and threads."""
-    used = sorted(
-        {(rank, _STREAMS.index(op.stream)) for line in timelines for rank, plan in enumerate(line.plans) for op in plan.ops}
-    )  # fmt: skip
+    ranks = [(rank, plan) for timeline in timelines for rank, plan in enumerate(timeline.plans)]
+    used = sorted({(rank, _STREAMS.index(op.stream)) for rank, plan in ranks for op in plan.ops})
     for rank in sorted({rank for rank, _ in used}):
         yield _named("process_name", rank, 0, name=f"rank {rank}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)

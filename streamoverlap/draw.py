@@ -27,7 +27,7 @@ _LIKE = {"wait": "await", "record": "notify"}
 _WIDTH = 9.0  # inches: text of 7 points can be read where a README shows the picture 900 pixels wide
 _DPI = 200
 _LANE, _HEAD, _GAP = 0.22, 0.30, 0.10  # inches: a lane, the line above a rank's lanes, the space below them
-_TOP, _BOTTOM, _LEFT, _RIGHT = 0.72, 0.42, 0.82, 0.18
+_TOP, _BOTTOM, _LEFT, _RIGHT = 0.54, 0.42, 0.82, 0.18
 _LETTER = 0.062  # inches a letter of a label in a bar takes
 _LABEL, _TEXT = 6.0, 8.0  # points
 
@@ -121,6 +121,8 @@ class _Picture:
             f"{100 * timeline.exposed_fraction(rank):.0f} % exposed communication",
             fontsize=_TEXT,
             fontweight="bold",
+            zorder=6,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
         for start, end in timeline.exposed(rank):
             width = (end - start) * self.scale.per_second
@@ -128,6 +130,8 @@ class _Picture:
         self._box(0, top, self.axes.get_xlim()[1], bottom - top, fill=False, edgecolor="#BBBBBB", linewidth=0.5)
 
     def _lane(self, rank: int, stream: str, middle: float) -> None:
+        from matplotlib.patheffects import withStroke
+
         for op, (start, end) in zip(self.timeline.plans[rank].ops, self.timeline.times[rank], strict=True):
             if op.stream != stream:
                 continue
@@ -143,10 +147,10 @@ class _Picture:
             text = _label(op)
             if text and (end - start) * self.scale.inches > _LETTER * (len(text) + 1):
                 ink = "white" if kind in ("gemm", "reduce") else "black"
-                self.axes.text(
-                    left + width / 2, middle, text, color=ink, fontsize=_LABEL, ha="center", va="center_baseline",
-                    zorder=4, clip_on=True,
-                )  # fmt: skip
+                # Its bar's colour around it, against the arrows that it lies on.
+                around = [withStroke(linewidth=2, foreground=colour)]
+                place = {"ha": "center", "va": "center_baseline", "zorder": 6, "clip_on": True}
+                self.axes.text(left + width / 2, middle, text, color=ink, fontsize=_LABEL, path_effects=around, **place)
 
     def _box(self, left: float, top: float, width: float, height: float, **style) -> None:
         from matplotlib.patches import Rectangle
@@ -182,7 +186,7 @@ class _Picture:
         title = self.timeline.title
         if len(self.lanes) < world:
             title += f" (rank {', '.join(map(str, self.lanes))} of {world})"
-        self.figure.text(0.1 / _WIDTH, 1 - 0.12 / height, title, fontsize=_TEXT + 1, va="top", wrap=True)
+        self.figure.text(0.1 / _WIDTH, 1 - 0.10 / height, title, fontsize=_TEXT + 1, va="top", wrap=True)
         kinds = {_LIKE.get(op.kind, op.kind) for rank in self.lanes for op in self.timeline.plans[rank].ops}
         handles = [Patch(color=colour, label=text) for kind, (text, colour) in _LOOKS.items() if kind in kinds]
         handles.append(Patch(color=_VERMILION, alpha=0.22, linewidth=0, label="exposed communication"))
@@ -191,7 +195,7 @@ class _Picture:
         self.figure.legend(
             handles=handles,
             loc="upper left",
-            bbox_to_anchor=(0.0, 1 - 0.40 / height),
+            bbox_to_anchor=(0.0, 1 - 0.29 / height),
             ncols=len(handles),
             fontsize=_TEXT - 1,
             frameon=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -129,7 +130,17 @@ def _timeline(calls: Sequence[_Call]) -> Timeline | None:
         return None
     first = min((start for times in spans for start, _ in times), default=0)
     times = tuple(tuple((1e-9 * (start - first), 1e-9 * (end - first)) for start, end in rank) for rank in spans)
-    return Timeline(tuple(ranks), times, title, began=1e-9 * first)
+    return _clip(Timeline(tuple(ranks), times, title, began=1e-9 * first))
+
+
+def _clip(timeline: Timeline) -> Timeline:
+    """A thread may be put aside between setting an event or a flag and noting the time: who waited knows better."""
+    times = [list(rank) for rank in timeline.times]
+    for arrow in timeline.arrows():
+        start, end = times[arrow.from_rank][arrow.from_op]
+        seen = timeline.times[arrow.to_rank][arrow.to_op][1]
+        times[arrow.from_rank][arrow.from_op] = start, max(start, min(end, seen))
+    return replace(timeline, times=tuple(map(tuple, times)))
 
 
 def _complete(plan: plans.Plan, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
