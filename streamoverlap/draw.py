@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
 from streamoverlap.timeline import Timeline
@@ -27,9 +28,10 @@ _LIKE = {"wait": "await", "record": "notify"}
 _WIDTH = 9.0  # inches: text of 7 points can be read where a README shows the picture 900 pixels wide
 _DPI = 200
 _LANE, _HEAD, _GAP = 0.22, 0.30, 0.10  # inches: a lane, the line above a rank's lanes, the space below them
-_TOP, _BOTTOM, _LEFT, _RIGHT = 0.54, 0.42, 0.82, 0.18
-_LETTER = 0.062  # inches a letter of a label in a bar takes
+_TOP, _BOTTOM, _LEFT, _RIGHT = 0.54, 0.45, 0.82, 0.18
+_LETTER = 0.054  # inches a letter of a label in a bar takes
 _LABEL, _TEXT = 6.0, 8.0  # points
+_LINE, _LETTERS = 0.17, 105  # of the title: inches a line, letters in it
 
 
 class _Scale(NamedTuple):
@@ -78,10 +80,15 @@ class _Picture:
     def __init__(self, timeline: Timeline, ranks: list[int], figure_class) -> None:
         self.timeline = timeline
         self.lanes = {rank: _streams(timeline, rank) for rank in ranks}
-        height = _TOP + _BOTTOM + sum(_HEAD + _LANE * len(lanes) + _GAP for lanes in self.lanes.values())
+        title = timeline.title
+        if len(ranks) < len(timeline.plans):
+            title += f" (rank {', '.join(map(str, ranks))} of {len(timeline.plans)})"
+        self.title = wrap(title, _LETTERS)
+        self.top = _TOP + _LINE * (max(len(self.title), 1) - 1)
+        height = self.top + _BOTTOM + sum(_HEAD + _LANE * len(lanes) + _GAP for lanes in self.lanes.values())
         self.figure = figure_class(figsize=(_WIDTH, height))
         width = _WIDTH - _LEFT - _RIGHT
-        inner = height - _TOP - _BOTTOM
+        inner = height - self.top - _BOTTOM
         # Downwards in inches, so that a lane is as high in every picture.
         self.axes = self.figure.add_axes((_LEFT / _WIDTH, _BOTTOM / height, width / _WIDTH, inner / height))
         self.axes.set_ylim(inner, 0)
@@ -174,7 +181,7 @@ class _Picture:
         axes.set_yticks(list(middles.values()), [stream for _, stream in middles], fontsize=_TEXT - 1)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", labelsize=_TEXT - 1)
-        axes.set_xlabel(f"time in {self.scale.unit}", fontsize=_TEXT, labelpad=1)
+        axes.set_xlabel(f"time in {self.scale.unit}; numbers in bars: shard.chunk", fontsize=_TEXT, labelpad=2)
         for side in ("left", "right", "top"):
             axes.spines[side].set_visible(False)
 
@@ -182,11 +189,8 @@ class _Picture:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
-        world, height = len(self.timeline.plans), self.figure.get_figheight()
-        title = self.timeline.title
-        if len(self.lanes) < world:
-            title += f" (rank {', '.join(map(str, self.lanes))} of {world})"
-        self.figure.text(0.1 / _WIDTH, 1 - 0.10 / height, title, fontsize=_TEXT + 1, va="top", wrap=True)
+        height = self.figure.get_figheight()
+        self.figure.text(0.1 / _WIDTH, 1 - 0.10 / height, "\n".join(self.title), fontsize=_TEXT + 1, va="top")
         kinds = {_LIKE.get(op.kind, op.kind) for rank in self.lanes for op in self.timeline.plans[rank].ops}
         handles = [Patch(color=colour, label=text) for kind, (text, colour) in _LOOKS.items() if kind in kinds]
         handles.append(Patch(color=_VERMILION, alpha=0.22, linewidth=0, label="exposed communication"))
@@ -195,7 +199,7 @@ class _Picture:
         self.figure.legend(
             handles=handles,
             loc="upper left",
-            bbox_to_anchor=(0.0, 1 - 0.29 / height),
+            bbox_to_anchor=(0.0, 1 - (self.top - 0.25) / height),
             ncols=len(handles),
             fontsize=_TEXT - 1,
             frameon=False,

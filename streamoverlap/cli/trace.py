@@ -127,11 +127,13 @@ def _job(args: argparse.Namespace) -> Job:
             )
     try:
         plan = so.PlanSpec(args.algorithm, args.chunks, args.compute_streams, args.reduce)
-        for path in args.out:
-            validate_path(path)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise UsageError(f"streamoverlap trace: {error}") from error
     for path in args.out:
+        try:
+            validate_path(path)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"streamoverlap trace: --out: {error}") from error
         if not path.parent.is_dir():
             raise UsageError(f"streamoverlap trace: --out is {path}; expected a file in a folder that exists")
     return Job(args.operation, world, m, n, k, args.dtype, plan, tuple(str(path.resolve()) for path in args.out))
