@@ -31,13 +31,17 @@ class Trace:
         serial_calls: calls that ran serial, which no timeline shows.
     """
 
-    def __init__(self, path: str | Path | None, group: dist.ProcessGroup | None, device: str | torch.device) -> None:
+    def __init__(
+        self, path: str | Path | None, group: dist.ProcessGroup | None, device: str | torch.device | None
+    ) -> None:
         if path is not None:
             validate_path(path)
         self.timelines: list[Timeline] = []
         self.serial_calls = 0
         self._path = path
         self._group = resolve_group(group)
+        if device is None:  # silence would be no answer to who calls on CUDA
+            device = "cpu" if Communicator.made_for(self._group, "cuda") is None else "cuda"
         if type_of(device) != "cpu":
             raise NotImplementedError(f"device is {str(device)!r}; calls can be traced on 'cpu' alone so far")
 
@@ -70,7 +74,7 @@ class Trace:
 def trace(
     path: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> Trace:
     """Records when each op of the calls on `group` ran, on which stream: for a ``with`` block.
 
@@ -86,7 +90,7 @@ def trace(
         path: rank 0 writes it at the end: all calls as a Chrome trace (``.json``; see https://ui.perfetto.dev), or a
             picture of the last one (``.png``, ``.svg``; needs matplotlib). None: nothing is written.
         group: the process group whose calls are recorded; None is the default group.
-        device: where its calls are. Only ``"cpu"`` so far.
+        device: where its calls are. Only ``"cpu"`` so far, which is the default, but in a group that calls on CUDA.
 
     Raises:
         ValueError: `path` has another suffix; `group` does not have this rank.

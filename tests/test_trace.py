@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from collections import defaultdict
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -20,8 +21,7 @@ from streamoverlap.chrome import trace_events
 from streamoverlap.draw import draw
 from streamoverlap.timeline import Timeline
 
-DELAY = 0.04  # seconds, at most, before an op
-SHORT = 0.5  # seconds that the calls here take together, at most, on a busy machine: an upper bound of any
+DELAY = 0.1  # seconds, at most, before an op
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,12 @@ def calls(world: int, plan: so.PlanSpec) -> None:
 
 def traced(rank: int, world: int, group, plan: so.PlanSpec, path: str | None = None) -> tuple:
     calls(world, plan)  # not traced
+    before = time.monotonic()
     with so.trace(path) as trace:
         calls(world, plan)
+    after = time.monotonic()
     calls(world, plan)
-    return pack(trace.timelines), trace.serial_calls
+    return pack(trace.timelines), trace.serial_calls, before, after
 
 
 def delayed(rank: int, world: int, group, stream: str, slow: int) -> list[tuple]:
@@ -114,8 +116,8 @@ def errors(rank: int, world: int, group) -> list[str]:
 )
 def test_times_are_those_of_the_plan(ranks, world: int, plan: so.PlanSpec) -> None:
     answers = ranks(world).run(traced, plan)
-    assert all(answer == answers[0] for answer in answers), "every rank has the same timelines"
-    packed, serial_calls = answers[0]
+    packed, serial_calls, *_ = answers[0]
+    assert all(answer[:2] == (packed, serial_calls) for answer in answers), "every rank has the same timelines"
     timelines = unpack(packed)
     assert serial_calls == 1
     assert [line.plans[0].spec.operation for line in timelines] == [
@@ -128,6 +130,8 @@ def test_times_are_those_of_the_plan(ranks, world: int, plan: so.PlanSpec) -> No
         assert line.title.startswith(str(line.plans[0].spec))
         assert len(line.plans) == world
         assert min(start for times in line.times for start, _ in times) == 0
+        for times, (*_, before, after) in zip(line.times, answers, strict=True):
+            assert all(before <= line.began + start and line.began + end <= after for start, end in times)
         verify_order(line)
 
 
@@ -136,7 +140,7 @@ def verify_order(line: Timeline) -> None:
         assert len(plan.ops) == len(times)
         streams = defaultdict(list)
         for op, (start, end) in zip(plan.ops, times, strict=True):
-            assert 0 <= start <= end < SHORT
+            assert 0 <= start <= end
             streams[op.stream].append((start, end))
         for spans in streams.values():
             assert all(before[1] <= after[0] for before, after in pairwise(spans))
@@ -161,7 +165,7 @@ def test_a_delay_shows_where_it_is(ranks, stream: str) -> None:
     verify_order(line)
     others = [(0, "send"), (0, "compute0"), (1, "send"), (1, "compute0")]
     others.remove((slow, stream))
-    assert busy(slow, stream) > 0.1 * DELAY
+    assert busy(slow, stream) > 0.5 * DELAY
     assert all(busy(slow, stream) > 2 * busy(*other) for other in others)
 
 
@@ -193,7 +197,7 @@ def test_errors_name_the_argument_and_leave_no_trace_on(ranks) -> None:
 
 def test_a_chrome_trace_has_tracks_and_matching_flows(ranks, tmp_path) -> None:
     path = tmp_path / "calls.json"
-    packed, _ = ranks(3).run(traced, so.PlanSpec("ring", 2, 2), str(path))[0]
+    packed, *_ = ranks(3).run(traced, so.PlanSpec("ring", 2, 2), str(path))[0]
     found = json.loads(path.read_text())
     timelines = unpack(packed)
     assert found == json.loads(json.dumps(trace_events(timelines)))
@@ -249,7 +253,7 @@ def test_pictures(tmp_path) -> None:
     svg = ElementTree.parse(tmp_path / "default.svg").getroot()
     assert svg.tag.endswith("svg") and len(list(svg.iter())) > 500
     for bad in ([], [0, 0], [6]):
-        with pytest.raises(ValueError, match="ranks is .*; expected some of 0 to 5, each once"):
+        with pytest.raises(ValueError, match=r"ranks is .*; expected some of 0 to 5, each once"):
             draw(line, tmp_path / "bad.png", ranks=bad)
     with pytest.raises(ValueError, match=r"expected a file that ends in \.png or \.svg"):
         draw(line, tmp_path / "bad.pdf")
