@@ -24,6 +24,7 @@ from streamoverlap.sequence_parallel import sync_sequence_parallel_grads
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, use_streams
 from streamoverlap.styles import ColwiseParallel, RowwiseParallel
+from streamoverlap.tracing import trace
 from streamoverlap.work import Work
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "reduce_scatter",
     "sharded_state_dict",
     "sync_sequence_parallel_grads",
+    "trace",
     "use_streams",
 ]

@@ -121,6 +121,7 @@ class Communicator:
         self._connected = False
         self._error: CommunicatorError | None = None  # where there is no shared memory to keep it in
         self._serial_calls = itertools.count(1)
+        self._serial_made = 0
         self._impl: _C.Communicator | None = None
         reference = weakref.ref(self)
         self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
@@ -335,9 +336,28 @@ class Communicator:
     def _clear_hook(self) -> None:
         self._open().clear_test_hook()
 
+    def _start_trace(self) -> None:
+        """From now on calls are traced; see `streamoverlap.trace`."""
+        impl = self._open()
+        if self._fallback is None:
+            impl.start_trace()
+        self._serial_before = self._serial_made
+
+    def _stop_trace(self, wait: bool) -> tuple[list[_C.CallTrace], int]:
+        """The traces of calls, filled once calls in flight have ended, and how many more ran serial."""
+        impl = self._open()
+        serial_calls = self._serial_made - self._serial_before
+        if self._fallback is not None:
+            return [], serial_calls
+        traces = impl.stop_trace()
+        while wait and not impl.drain(_EXIT_WAIT):  # hears Ctrl-C; the calls obey their timeouts
+            pass
+        return traces, serial_calls
+
     def _enter_serial(self, identity: tuple[int, str], call: Call) -> serial.Collectives:
         """Agrees with the peers on the call, in shared memory if there is any, else by a message."""
         on = serial.Collectives(self.group, lambda: call.timeout or self._timeout, self._check, self._fail, None)
+        self._serial_made += 1
         on_cpu = self.device_type == "cpu"
         if self._connected:
             number = self._impl.enter_serial(*identity, call.timeout if on_cpu else None)

@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "check_groups",
     "check_sequence",
+    "spec_options",
     "spec_tuple",
     "variants",
 ]
@@ -96,6 +97,20 @@ def variants(
         copies = (False,) if multiplies else (False, True)
         for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
+
+
+def spec_options(spec: Spec) -> dict:
+    """`spec` as the arguments that `build` takes."""
+    return {
+        "operation": spec.operation,
+        "algorithm": spec.algorithm,
+        "reduce": spec.reduction,
+        "world": spec.world,
+        "chunks": spec.chunks,
+        "compute_streams": spec.compute_streams,
+        "keep_gathered": spec.keep_gathered,
+        "copy_input": spec.copy_input,
+    }
 
 
 def spec_tuple(spec: Spec) -> tuple:

@@ -29,11 +29,13 @@ class Timeline:
         times: ``times[rank][op]`` are the start and end of ``plans[rank].ops[op]`` in seconds, on one clock for all
             ranks, the start of the call being about 0.
         title: what it shows, for people.
+        began: where 0 is, in seconds on a clock that the timelines of one trace share; None: unknown.
     """
 
     plans: tuple[Plan, ...]
     times: tuple[tuple[tuple[float, float], ...], ...]
     title: str
+    began: float | None = None
 
     def seconds(self, rank: int) -> float:
         """From the first start to the last end on `rank`."""

@@ -162,6 +162,10 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
     }
     if (options.prepare) backend_->prepare(*problem);
     if (!options.issue) return nullptr;
+    if (traces_) {
+      call.trace = std::make_shared<CallTrace>(*problem->plan, plan::to_string(spec) + " on " + problem->description());
+      traces_->push_back(call.trace);
+    }
     in_flight = backend_->issue(problem, options);
   }
   if (options.async) return work(std::move(in_flight));
@@ -249,6 +253,18 @@ void Communicator::check() { group().check(); }
 
 void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) {
   backend().set_before_op(std::move(hook));
+}
+
+void Communicator::start_trace() {
+  if (device_ >= 0) throw std::logic_error("calls on CUDA streams cannot be traced");
+  const std::unique_lock<std::timed_mutex> lock = in_order();
+  if (traces_) throw std::runtime_error("group '" + config_.name + "' is being traced; expected one trace at a time");
+  traces_.emplace();
+}
+
+std::vector<std::shared_ptr<CallTrace>> Communicator::stop_trace() {
+  const std::unique_lock<std::timed_mutex> lock = in_order();
+  return std::exchange(traces_, std::nullopt).value_or(std::vector<std::shared_ptr<CallTrace>>{});
 }
 
 std::map<std::string, std::uintptr_t> Communicator::raw_streams() { return backend().raw_streams(); }

@@ -79,6 +79,11 @@ class Communicator {
   const std::shared_ptr<Group>& shared_group() const { return group_; }  // null before connect()
   std::map<std::string, std::uintptr_t> raw_streams();
 
+  // From the first on, calls on plans that begin are traced; the second hands out their traces, in the order of calls,
+  // which all ranks share. A call still in flight goes on to fill its own.
+  void start_trace();
+  std::vector<std::shared_ptr<CallTrace>> stop_trace();
+
  private:
   Group& group() const;
   Backend& backend() const;
@@ -97,7 +102,8 @@ class Communicator {
   std::shared_ptr<Group> group_;      // from connect() on
   std::unique_ptr<Backend> backend_;  // from attach() on
   std::function<void(std::int64_t)> on_growth_;
-  std::timed_mutex order_;  // of calls, and of growth among them
+  std::timed_mutex order_;                                         // of calls, and of growth among them
+  std::optional<std::vector<std::shared_ptr<CallTrace>>> traces_;  // while tracing
 };
 
 }  // namespace streamoverlap

@@ -204,6 +204,15 @@ void register_communicator(py::module_& m) {
       .def("check", released(&Work::check))
       .def("stream", &Work::stream);
 
+  py::class_<CallTrace, std::shared_ptr<CallTrace>>(m, "CallTrace")
+      .def_property_readonly("spec", [](const CallTrace& self) { return self.spec; })
+      .def_property_readonly("title", [](const CallTrace& self) { return self.title; })
+      .def("spans", [](const CallTrace& self) {  // (start, end) by op, in nanoseconds of CLOCK_MONOTONIC; 0: not done
+        std::vector<std::pair<std::int64_t, std::int64_t>> spans;
+        for (const CallTrace::Span& span : self.spans()) spans.emplace_back(span.start, span.end);
+        return spans;
+      });
+
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("group_name"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
            py::arg("device") = -1, py::arg("slots") = 2)
@@ -236,6 +245,8 @@ void register_communicator(py::module_& m) {
       .def("abort", released(&Communicator::abort), py::arg("cause"))
       .def("drain", released(&Communicator::drain), py::arg("seconds"))
       .def("check", released(&Communicator::check))
+      .def("start_trace", released(&Communicator::start_trace))
+      .def("stop_trace", released(&Communicator::stop_trace))
       .def(
           "set_test_hook",
           [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "../plan/plan.h"
+#include "call_trace.h"
 
 namespace streamoverlap {
 
@@ -29,8 +31,9 @@ struct Call {
   const plan::Plan* plan = nullptr;
   std::uint32_t signature = 0;  // of plan and shapes, equal on all ranks that agree; see signature.h
   std::int64_t shard_rows = 0;
-  std::int64_t missing_rows = 0;  // by which all shards together have fewer than world * shard_rows, at their end
-  View views[plan::kBuffers];     // Slot and Scratch: only row_bytes; the executor picks the slot and sets base
+  std::int64_t missing_rows = 0;     // by which all shards together have fewer than world * shard_rows, at their end
+  View views[plan::kBuffers];        // Slot and Scratch: only row_bytes; the executor picks the slot and sets base
+  std::shared_ptr<CallTrace> trace;  // told when each op was done; null: nobody asks
 
   std::int64_t slot_bytes() const { return row_bytes(plan::Buffer::Slot) * shard_rows * plan::slot_shards(plan->spec); }
   std::int64_t scratch_bytes() const { return row_bytes(plan::Buffer::Scratch) * shard_rows * plan->spec.world; }

@@ -80,17 +80,25 @@ void Pending::check() const {
 std::exception_ptr Pending::run(const Ops& ops) {
   std::exception_ptr stopped;
   for (const Op* op : ops) {
-    try {
-      if (config_.before_op && !group_.aborted()) config_.before_op(*op, config_.number);
-      run(*op);
-    } catch (...) {
-      const bool polled = op->stream == plan::kMain && op->kind == Kind::Wait;
-      if (polled) stopped = std::current_exception();
-      fail(std::current_exception(), !polled);
-      if (op->kind == Kind::Record) events_[op->event].record();
-    }
+    CallTrace::Clock::time_point start;
+    if (call_.trace) start = CallTrace::Clock::now();
+    if (const std::exception_ptr error = attempt(*op)) stopped = error;
+    if (call_.trace) call_.trace->note(*op, start, CallTrace::Clock::now());
   }
   return stopped;
+}
+
+std::exception_ptr Pending::attempt(const Op& op) {
+  try {
+    if (config_.before_op && !group_.aborted()) config_.before_op(op, config_.number);
+    run(op);
+    return nullptr;
+  } catch (...) {
+    const bool polled = op.stream == plan::kMain && op.kind == Kind::Wait;
+    fail(std::current_exception(), !polled);
+    if (op.kind == Kind::Record) events_[op.event].record();
+    return polled ? std::current_exception() : nullptr;
+  }
 }
 
 void Pending::run(const Op& op) {

@@ -66,6 +66,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   using Ops = std::vector<const plan::Op*>;
 
   std::exception_ptr run(const Ops& ops);
+  std::exception_ptr attempt(const plan::Op& op);
   void run(const plan::Op& op);
   void run_data(const plan::Op& op);
   void notify(const plan::Flag& flag);

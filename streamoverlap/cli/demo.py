@@ -5,24 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import logging
 import math
-import multiprocessing
-import os
-import uuid
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import streamoverlap as so
 from streamoverlap._C import MAX_WORLD
 from streamoverlap.cli import demo_rank
 from streamoverlap.cli.demo_rank import Outcome
+from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES, Problem
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.usage import UsageError, positive
@@ -74,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with status:
             outcomes = _launch(problem, plan)
-    except ChildFailedError as error:
-        for rank, failure in sorted(error.failures.items()):
-            console.print(f"rank {rank} failed: {_reason(failure)}", style="red")
+    except RanksFailed as error:
+        console.print(str(error), style="red")
         return 1
     wrong = [outcome.rank for outcome in outcomes if not _is_right(outcome, problem.bound)]
     if args.json:
@@ -130,39 +124,12 @@ def _plan(args: argparse.Namespace) -> so.PlanSpec | None:
 
 
 def _launch(problem: Problem, plan: so.PlanSpec | None) -> list[Outcome]:
-    threads = max(1, len(os.sched_getaffinity(0)) // problem.world)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # A failing rank is reported here, in one line; torch would print pages.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Ranks are forked from a server that has imported torch and runs no thread: quick to start.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([demo_rank.__name__])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=problem.world,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="forkserver",
-    )
-    outcomes = elastic_launch(config, demo_rank.run_rank)(problem, plan, threads)
-    return [outcomes[rank] for rank in range(problem.world)]
+    return launch(demo_rank.run_rank, problem.world, problem, plan)
 
 
 def _is_right(outcome: Outcome, bound: float) -> bool:
     """Both ways; NaN is not."""
     return outcome.relative_error <= bound and outcome.serial_relative_error <= bound
-
-
-def _reason(failure) -> str:
-    """The last line of the traceback that the rank left, or how its process ended."""
-    message = failure.message
-    if isinstance(message, dict):
-        message = message.get("message", "")
-    return (message.strip().splitlines() or [f"exit code {failure.exitcode}"])[-1]
 
 
 def _print(console: Console, problem: Problem, outcomes: list[Outcome], wrong: list[int]) -> None:

@@ -108,18 +108,8 @@ def _print(ranks: list[plans.Plan], rank: int, pruned: bool, faults: list[plans.
 
 
 def _as_json(ranks: list[plans.Plan], rank: int, pruned: bool, faults: list[plans.Fault]) -> dict:
-    spec = ranks[rank].spec
     return {
-        "spec": {
-            "operation": spec.operation,
-            "algorithm": spec.algorithm,
-            "reduce": spec.reduction,
-            "world": spec.world,
-            "chunks": spec.chunks,
-            "compute_streams": spec.compute_streams,
-            "keep_gathered": spec.keep_gathered,
-            "copy_input": spec.copy_input,
-        },
+        "spec": plans.spec_options(ranks[rank].spec),
         "rank": rank,
         "pruned": pruned,
         "events": ranks[rank].events,

@@ -1,0 +1,89 @@
+"""A rank of ``streamoverlap trace``: makes some calls, and traces the last one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import streamoverlap as so
+from streamoverlap import tracing
+from streamoverlap.timeline import Timeline
+
+_TIMEOUT = 60.0  # seconds that a rank waits for its peers
+_WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to trace. `m`, `n`, `k`: the GEMM of all ranks together; a plain collective moves x of m by k."""
+
+    operation: str
+    world: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    plan: so.PlanSpec
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Of one rank in the traced call, in seconds. Times of GEMMs and waits are sums over streams."""
+
+    rank: int
+    seconds: float
+    gemm_seconds: float
+    exposed_fraction: float  # 0 to 1, of `seconds`
+    waits: int  # Await and Wait, but main's, which is the caller's
+    wait_seconds: float
+
+
+def run_rank(job: Job, threads: int) -> tuple[str, list[RankTimes]]:
+    """Returns the title of the traced call and the times of all ranks; rank 0 writes the files."""
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT))
+    communicator = so.Communicator.of(None, "cpu")
+    communicator.set_timeout(_TIMEOUT)
+    if communicator.fallback is not None:
+        raise RuntimeError(f"nothing to trace, the ranks run serial: {communicator.fallback}")
+    call = _call(job)
+    for _ in range(_WARM_UPS):
+        call()
+    dist.barrier()
+    with so.trace() as traced:
+        call()
+    timeline = traced.timelines[0]
+    if int(os.environ["RANK"]) == 0:
+        for path in job.files:
+            tracing.write([timeline], path)
+    communicator.close()
+    dist.destroy_process_group()
+    return timeline.title, [times_of(timeline, rank) for rank in range(job.world)]
+
+
+def _call(job: Job):
+    operation, shapes = getattr(so, job.operation), shapes_of(job)
+    tensors = [torch.randn(shape).to(getattr(torch, job.dtype)) for shape in shapes]
+    return lambda: operation(*tensors, plan=job.plan)
+
+
+def shapes_of(job: Job) -> list[tuple[int, int]]:
+    """Of x, and of the weight if there is one, on each rank."""
+    m, n, k, world = job.m, job.n, job.k, job.world
+    if job.operation == "all_gather_gemm":
+        return [(m // world, k), (n // world, k)]
+    if job.operation in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        return [(m, k // world), (n, k // world)]
+    return [(m // world, k) if job.operation == "all_gather" else (m, k)]
+
+
+def times_of(timeline: Timeline, rank: int) -> RankTimes:
+    ops = list(zip(timeline.plans[rank].ops, timeline.times[rank], strict=True))
+    gemms = [end - start for op, (start, end) in ops if op.kind == "gemm"]
+    waits = [end - start for op, (start, end) in ops if op.kind in ("await", "wait") and op.stream != "main"]
+    return RankTimes(rank, timeline.seconds(rank), sum(gemms), timeline.exposed_fraction(rank), len(waits), sum(waits))
