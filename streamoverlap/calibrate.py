@@ -16,6 +16,7 @@ _LOCAL_BYTES = 1 << 30
 _LINK_SIZES = [1 << power for power in range(16, 29, 2)]  # 64 KiB to 256 MiB
 _SMALL = 4096  # bytes that take no time, so that what is left is latency
 _ROUNDS = 5
+_CYCLES = 40_000_000  # of the GPU: some 20 ms, in which the CPU issues a thousand copies
 
 
 def calibrate(base: Costs) -> tuple[Costs, list[str]]:
@@ -81,6 +82,7 @@ def _link() -> dict:
             repeats = max(4, min(100, (1 << 28) // size))
             for i in range(2):
                 with torch.cuda.stream(streams[i]):
+                    _hold_back()
                     events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
                     events[i][0].record()
             for _ in range(repeats):
@@ -112,11 +114,17 @@ def _issue() -> dict[str, float]:
     }
 
 
+def _hold_back() -> None:
+    """The current stream, until the CPU has issued all that is timed: else short copies would show how fast it is."""
+    torch.cuda._sleep(_CYCLES)
+
+
 def _seconds(call: Callable[[], object], repeats: int) -> float:
     call()
     times = []
     for _ in range(_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _hold_back()
         begin.record()
         for _ in range(repeats):
             call()

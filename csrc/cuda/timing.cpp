@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "check.h"
+#include "streams.h"
 
 namespace streamoverlap::cuda {
 namespace {
@@ -52,6 +53,13 @@ Timing::Timing(std::size_t steps, bool capturing)
   for (std::size_t i = 0; i < 2 * steps; ++i) events_.push_back(make_event());
 }
 
+// A stream that has waited for nothing of a capture yet is no part of it, so has no place for an event.
+void Timing::start(std::size_t step, const c10::cuda::CUDAStream& stream) {
+  const bool outside = flags_ == cudaEventRecordExternal && !capture_of(stream);
+  if (outside) return events_[2 * step].reset();
+  record(2 * step, stream);
+}
+
 void Timing::record(std::size_t event, const c10::cuda::CUDAStream& stream) {
   STREAMOVERLAP_CHECK(cudaEventRecordWithFlags(events_[event].get(), stream.stream(), flags_));
 }
@@ -70,7 +78,7 @@ std::optional<std::vector<Timing::Span>> Timing::spans(const Anchor& before, con
   };
   std::vector<Span> spans;
   for (std::size_t i = 0; i < events_.size(); i += 2) {
-    const auto start = place(events_[i]), end = place(events_[i + 1]);
+    const auto end = place(events_[i + 1]), start = events_[i] ? place(events_[i]) : end;
     if (!start || !end) return std::nullopt;
     spans.push_back({*start, *end});
   }

@@ -44,7 +44,7 @@ class Timing {
   // `capturing`: the events become part of the graph, and hold the times of its last replay.
   Timing(std::size_t steps, bool capturing);
 
-  void start(std::size_t step, const c10::cuda::CUDAStream& stream) { record(2 * step, stream); }
+  void start(std::size_t step, const c10::cuda::CUDAStream& stream);
   void stop(std::size_t step, const c10::cuda::CUDAStream& stream) { record(2 * step + 1, stream); }
 
   // By step, once the call has ended, which was between the anchors. Nothing: it did not run, or not to its end.
@@ -54,7 +54,7 @@ class Timing {
   void record(std::size_t event, const c10::cuda::CUDAStream& stream);
 
   unsigned flags_;
-  std::vector<TimingEvent> events_;
+  std::vector<TimingEvent> events_;  // null: the step counts from its end
 };
 
 }  // namespace streamoverlap::cuda

@@ -74,7 +74,7 @@ def test_a_stream_held_back_shows_where_it_is(ranks) -> None:
     assert starts(line, 1, "send") > 0.5 * DELAY
     assert starts(line, 0, "send") < 0.5 * DELAY
     awaits = [
-        end for op, (_, end) in zip(line.plans[0].ops, line.times[0], strict=True) if str(op).startswith("await full")
+        end for op, (_, end) in zip(line.plans[0].ops, line.times[0], strict=True) if str(op).startswith("await  full")
     ]
     assert awaits and min(awaits) > 0.5 * DELAY
 
