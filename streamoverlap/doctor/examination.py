@@ -1,0 +1,137 @@
+"""The examination: its steps, in order, and in the end what will be used here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from streamoverlap.doctor import built, check, gpu_findings, gpus, host
+from streamoverlap.doctor.findings import Finding, one_line
+from streamoverlap.doctor.isolated import CallFailed, call
+
+CPU_RANKS = 2
+_LOOK, _MEASURE, _CHECK = 90.0, 180.0, 180.0  # seconds for each such step: what hangs becomes a failure
+_CHECK_AREA = "check"
+_NOT_LOADED = "the compiled part cannot be loaded"
+
+
+@dataclass(frozen=True)
+class Step:
+    title: str
+    run: Callable[[], list[Finding]]
+
+
+class Examination:
+    """Runs `steps` one by one; then `findings` has all of them, and `uses` says what will be used.
+
+    `broken` is why the compiled part cannot be loaded; most cannot be looked at then.
+    """
+
+    def __init__(self, broken: BaseException | None = None) -> None:
+        self.findings: list[Finding] = []
+        self.uses: dict[str, str] = {}  # by kind of tensor, "cpu" and "cuda"
+        self._broken = broken
+        self._facts: gpus.Facts | None = None
+        if broken is not None:
+            self.uses = {device: f"do not work: {_NOT_LOADED}" for device in ("cpu", "cuda")}
+
+    def steps(self) -> list[Step]:
+        steps = [
+            Step("what is built", partial(built.look, self._broken)),
+            Step("the machine", lambda: [*host.machine(), *host.environment()]),
+        ]
+        if self._broken is not None:
+            skipped = Finding(_CHECK_AREA, "GPUs and results", "skipped", f"not looked at: {_NOT_LOADED}")
+            return [*steps, Step("GPUs", lambda: [skipped])]
+        return [
+            *steps,
+            Step("GPUs", self._look_at_gpus),
+            Step("speed of GPUs and links", self._measure),
+            Step("results on CPU ranks", self._check_cpu),
+            Step("results on GPUs", self._check_gpus),
+        ]
+
+    def run(self, step: Step) -> None:
+        """Adds what the step finds; an error is a finding too."""
+        try:
+            self.findings += step.run()
+        except Exception as error:
+            self.findings.append(Finding(_CHECK_AREA, step.title, "failure", f"cannot be told: {one_line(error)}"))
+
+    def _look_at_gpus(self) -> list[Finding]:
+        try:
+            self._facts = call(gpus.look, timeout=_LOOK)
+        except CallFailed as error:
+            self.uses["cuda"] = f"do not work: {error}"
+            advice = "see whether nvidia-smi and torch.zeros(1, device='cuda') work; if not, mend the driver first"
+            return [Finding("GPUs", "GPUs", "failure", f"cannot be looked at: {error}", advice)]
+        return gpu_findings.of_facts(self._facts)
+
+    def _measure(self) -> list[Finding]:
+        if not self._gpus():
+            return []
+        pairs = [(pair.first, pair.second) for pair in self._facts.pairs]
+        try:
+            speeds = call(gpus.measure, pairs, timeout=_MEASURE)
+        except CallFailed as error:
+            return [Finding("GPUs", "speed", "failure", f"cannot be measured: {error}", "see whether torch.mm works")]
+        return gpu_findings.of_speeds(self._facts, speeds)
+
+    def _check_cpu(self) -> list[Finding]:
+        finding, self.uses["cpu"] = judge("cpu", CPU_RANKS, _outcomes("cpu", CPU_RANKS))
+        return [finding]
+
+    def _check_gpus(self) -> list[Finding]:
+        world = self._gpus()
+        if not world:
+            if self._facts is not None:
+                self.uses["cuda"] = f"not available: {self._facts.why_none}"
+            return []
+        finding, self.uses["cuda"] = judge("cuda", world, _outcomes("cuda", world))
+        return [finding]
+
+    def _gpus(self) -> int:
+        return len(self._facts.gpus) if self._facts is not None else 0
+
+
+def judge(device: str, world: int, outcomes: list[check.Outcome] | str) -> tuple[Finding, str]:
+    """Of a check on `world` ranks (a text: why there is none): what was found, and what groups there will use."""
+    ranks = f"{world} {'CPU rank' if device == 'cpu' else 'GPU'}{'s' * (world > 1)}"
+    name, advice = f"results on {ranks}", ""
+    if isinstance(outcomes, str):
+        advice = "mend what is found above first; `streamoverlap demo` shows more of it"
+        return Finding(_CHECK_AREA, name, "failure", outcomes, advice), f"do not work: {outcomes.splitlines()[0]}"
+    errors = [f"rank {outcome.rank}: {outcome.error}" for outcome in outcomes if outcome.error]
+    wrong = [
+        f"rank {outcome.rank}: {trial.wrong} of {trial.elements} elements of {trial.operation} "
+        f"({trial.algorithm}, {trial.dtype}) are wrong"
+        for outcome in outcomes
+        for trial in outcome.trials
+        if trial.wrong
+    ]
+    if wrong or errors:
+        said = "\n".join([*wrong, *errors])
+        advice = "do not use it here: please report this, with `streamoverlap doctor --json`" if wrong else ""
+        uses = "give wrong results" if wrong else f"do not work: {errors[0]}"
+        return Finding(_CHECK_AREA, name, "failure", said, advice), uses
+    trials = [trial for outcome in outcomes for trial in outcome.trials]
+    values = {"elements": sum(trial.elements for trial in trials), "ranks": world}
+    tried = ", ".join(dict.fromkeys(trial.algorithm for trial in trials))
+    right = f"{values['elements']:,} elements equal torch's exactly"
+    fallback = outcomes[0].fallback
+    if fallback is not None:
+        found = f"{right}, but all calls ran serial: {fallback}"
+        return Finding(
+            _CHECK_AREA, name, "warning", found, advice, values
+        ), f"run serial, right but not hidden: {fallback}"
+    how = "on threads" if device == "cpu" else "on streams and copy engines"
+    uses = f"overlap {how} ({ranks} tried)"
+    return Finding(_CHECK_AREA, name, "ok", f"{right} ({tried}; {', '.join(check.DTYPES)})", values=values), uses
+
+
+def _outcomes(device: str, world: int) -> list[check.Outcome] | str:
+    try:
+        return call(check.run_ranks, device, world, timeout=_CHECK)
+    except CallFailed as error:
+        return str(error)
