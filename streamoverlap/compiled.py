@@ -7,6 +7,7 @@ which nothing else of the package can run.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 
@@ -19,9 +20,8 @@ def _words_of_command() -> list[str] | None:
 
 
 try:
-    import torch  # noqa: F401  whose libraries the compiled part is linked with
-
-    from streamoverlap import _C  # noqa: F401
+    import_module("torch")  # whose libraries the compiled part is linked with
+    import_module("streamoverlap._C")  # where it is missing, "from streamoverlap import" would speak of a circle
 except (ImportError, OSError) as error:
     words = _words_of_command()
     if words and words[0] == "doctor":

@@ -47,8 +47,8 @@ def _record(folder: Path) -> dict:
 def _compiled_part(broken: BaseException | None, record: dict) -> Finding:
     if broken is not None:
         reason, advice = _why_broken(_FOLDER, record)
-        found = f"cannot be loaded: {one_line(broken)}"
-        return Finding(_AREA, "compiled part", "failure", f"{found}; {reason}" if reason else found, advice)
+        found = "cannot be loaded: " + "; ".join(filter(None, (reason, one_line(broken))))
+        return Finding(_AREA, "compiled part", "failure", found, advice)
     values = {**record, "with_cuda": has_cuda_part()}
     if has_cuda_part():
         toolkit = f" (nvcc {record['nvcc']}, for {record['architectures']})" if record.get("nvcc") else ""

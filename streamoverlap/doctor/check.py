@@ -1,4 +1,4 @@
-"""The correctness check: both GEMM ops by every algorithm on real ranks, compared with the product without tolerance."""
+"""The correctness check: both GEMM ops by every algorithm on real ranks, compared without tolerance."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Trial:
     dtype: str
     wrong: int
     elements: int
+
+    def __str__(self) -> str:
+        share = f"{self.wrong} of {self.elements} elements"
+        return f"{share} of {self.operation} ({self.algorithm}, {self.dtype}) are wrong"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ CPU_RANKS = 2
 _LOOK, _MEASURE, _CHECK = 90.0, 180.0, 180.0  # seconds for each such step: what hangs becomes a failure
 _CHECK_AREA = "check"
 _NOT_LOADED = "the compiled part cannot be loaded"
+_MEND = "mend what is found above first; `streamoverlap demo` tries the same with your sizes"
+_REPORT = "do not use it here, and report this with the output of `streamoverlap doctor --json`"
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,10 @@ class Examination:
 
     def __init__(self, broken: BaseException | None = None) -> None:
         self.findings: list[Finding] = []
-        self.uses: dict[str, str] = {}  # by kind of tensor, "cpu" and "cuda"
         self._broken = broken
         self._facts: gpus.Facts | None = None
-        if broken is not None:
-            self.uses = {device: f"do not work: {_NOT_LOADED}" for device in ("cpu", "cuda")}
+        uses = "not known, see above" if broken is None else f"do not work: {_NOT_LOADED}"
+        self.uses = {"cpu": uses, "cuda": uses}  # by kind of tensor
 
     def steps(self) -> list[Step]:
         steps = [
@@ -98,36 +99,28 @@ class Examination:
 def judge(device: str, world: int, outcomes: list[check.Outcome] | str) -> tuple[Finding, str]:
     """Of a check on `world` ranks (a text: why there is none): what was found, and what groups there will use."""
     ranks = f"{world} {'CPU rank' if device == 'cpu' else 'GPU'}{'s' * (world > 1)}"
-    name, advice = f"results on {ranks}", ""
+    name = f"results on {ranks}"
     if isinstance(outcomes, str):
-        advice = "mend what is found above first; `streamoverlap demo` shows more of it"
-        return Finding(_CHECK_AREA, name, "failure", outcomes, advice), f"do not work: {outcomes.splitlines()[0]}"
-    errors = [f"rank {outcome.rank}: {outcome.error}" for outcome in outcomes if outcome.error]
-    wrong = [
-        f"rank {outcome.rank}: {trial.wrong} of {trial.elements} elements of {trial.operation} "
-        f"({trial.algorithm}, {trial.dtype}) are wrong"
-        for outcome in outcomes
-        for trial in outcome.trials
-        if trial.wrong
-    ]
-    if wrong or errors:
-        said = "\n".join([*wrong, *errors])
-        advice = "do not use it here: please report this, with `streamoverlap doctor --json`" if wrong else ""
-        uses = "give wrong results" if wrong else f"do not work: {errors[0]}"
-        return Finding(_CHECK_AREA, name, "failure", said, advice), uses
+        return Finding(_CHECK_AREA, name, "failure", outcomes, _MEND), f"do not work: {outcomes.splitlines()[0]}"
     trials = [trial for outcome in outcomes for trial in outcome.trials]
+    errors = [f"rank {outcome.rank}: {outcome.error}" for outcome in outcomes if outcome.error]
+    wrong = [f"rank {outcome.rank}: {trial}" for outcome in outcomes for trial in outcome.trials if trial.wrong]
+    if wrong:
+        return Finding(_CHECK_AREA, name, "failure", "\n".join([*wrong, *errors]), _REPORT), "give wrong results"
+    if errors:
+        return Finding(_CHECK_AREA, name, "failure", "\n".join(errors), _MEND), f"do not work: {errors[0]}"
     values = {"elements": sum(trial.elements for trial in trials), "ranks": world}
-    tried = ", ".join(dict.fromkeys(trial.algorithm for trial in trials))
-    right = f"{values['elements']:,} elements equal torch's exactly"
+    found = f"{values['elements']:,} elements equal torch's exactly"
     fallback = outcomes[0].fallback
     if fallback is not None:
-        found = f"{right}, but all calls ran serial: {fallback}"
-        return Finding(
-            _CHECK_AREA, name, "warning", found, advice, values
-        ), f"run serial, right but not hidden: {fallback}"
-    how = "on threads" if device == "cpu" else "on streams and copy engines"
-    uses = f"overlap {how} ({ranks} tried)"
-    return Finding(_CHECK_AREA, name, "ok", f"{right} ({tried}; {', '.join(check.DTYPES)})", values=values), uses
+        found = f"{found}, but all calls ran serial: {fallback}"
+        uses = f"run serial, right but not hidden: {fallback}"
+        return Finding(_CHECK_AREA, name, "warning", found, values=values), uses
+    tried = ", ".join(dict.fromkeys(trial.algorithm for trial in trials))
+    uses = f"overlap on {'threads' if device == 'cpu' else 'streams and copy engines'} ({ranks} tried)"
+    if world == 1:
+        uses = "work in a group of one; to overlap exchanges takes more GPUs than 1"
+    return Finding(_CHECK_AREA, name, "ok", f"{found} ({tried}; {', '.join(check.DTYPES)})", values=values), uses
 
 
 def _outcomes(device: str, world: int) -> list[check.Outcome] | str:

@@ -54,9 +54,9 @@ def shared_memory() -> Finding:
     except OSError as error:
         found = f"a memfd of {size} cannot be made: {error.strerror}"
         advice = (
-            "ranks share memory through memfd_create and posix_fallocate: allow them (a container's seccomp profile)"
+            "free memory, and let the container's seccomp profile allow memfd_create: all that ranks share is in it"
         )
-        return Finding(_MACHINE, "shared memory", "failure", found, f"{advice}, and free some memory")
+        return Finding(_MACHINE, "shared memory", "failure", found, advice)
     return Finding(_MACHINE, "shared memory", "ok", f"a memfd of {size} was made, sealed and mapped (/dev/shm unused)")
 
 
@@ -118,10 +118,8 @@ def launch_blocking() -> Finding:
 
 def module_loading() -> Finding:
     name = "CUDA_MODULE_LOADING"
-    value = os.environ.get(name, "not set")
-    return Finding(
-        _ENVIRONMENT, name, "ok", f"{value}; right with any value, kernels are loaded before flags are awaited"
-    )
+    found = f"{os.environ.get(name, 'not set')}; right with any value, as kernels are loaded before flags are awaited"
+    return Finding(_ENVIRONMENT, name, "ok", found)
 
 
 def openmp_threads() -> Finding:
