@@ -62,6 +62,8 @@ def run_rank(device: str, threads: int) -> Outcome:
     rank = int(os.environ["RANK"])
     if device == "cuda":
         torch.cuda.set_device(rank)
+        # As in symmetric.py: multicast is not what is checked, and setting it up can put a host's GPUs out of service.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # NCCL comes into it at `serial`, which is tried last: where it fails, the rest has been seen.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=_RANK_TIMEOUT))

@@ -53,9 +53,7 @@ def shared_memory() -> Finding:
             os.close(descriptor)
     except OSError as error:
         found = f"a memfd of {size} cannot be made: {error.strerror}"
-        advice = (
-            "free memory, and let the container's seccomp profile allow memfd_create: all that ranks share is in it"
-        )
+        advice = "free memory, and let the container's seccomp profile allow memfd_create: it has all that ranks share"
         return Finding(_MACHINE, "shared memory", "failure", found, advice)
     return Finding(_MACHINE, "shared memory", "ok", f"a memfd of {size} was made, sealed and mapped (/dev/shm unused)")
 
