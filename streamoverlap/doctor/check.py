@@ -74,6 +74,7 @@ def run_rank(device: str, threads: int) -> Outcome:
             for dtype in DTYPES:
                 trials += _trials(device, dtype, plan)
     except Exception as error:
+        communicator.abort(one_line(error))  # or the peers would wait for this rank
         return Outcome(rank, communicator.fallback, tuple(trials), f"{plan.algorithm}, {dtype}: {one_line(error)}")
     fallback = communicator.fallback
     communicator.close()

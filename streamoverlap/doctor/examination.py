@@ -64,7 +64,7 @@ class Examination:
         try:
             self._facts = call(gpus.look, timeout=_LOOK)
         except CallFailed as error:
-            self.uses["cuda"] = f"do not work: {error}"
+            self.uses["cuda"] = "do not work: see GPUs above"
             advice = "see whether nvidia-smi and torch.zeros(1, device='cuda') work; if not, mend the driver first"
             return [Finding("GPUs", "GPUs", "failure", f"cannot be looked at: {error}", advice)]
         return gpu_findings.of_facts(self._facts)
@@ -100,15 +100,16 @@ def judge(device: str, world: int, outcomes: list[check.Outcome] | str) -> tuple
     """Of a check on `world` ranks (a text: why there is none): what was found, and what groups there will use."""
     ranks = f"{world} {'CPU rank' if device == 'cpu' else 'GPU'}{'s' * (world > 1)}"
     name = f"results on {ranks}"
+    fails = f"do not work: see {name} above"
     if isinstance(outcomes, str):
-        return Finding(_CHECK_AREA, name, "failure", outcomes, _MEND), f"do not work: {outcomes.splitlines()[0]}"
+        return Finding(_CHECK_AREA, name, "failure", outcomes, _MEND), fails
     trials = [trial for outcome in outcomes for trial in outcome.trials]
     errors = [f"rank {outcome.rank}: {outcome.error}" for outcome in outcomes if outcome.error]
     wrong = [f"rank {outcome.rank}: {trial}" for outcome in outcomes for trial in outcome.trials if trial.wrong]
     if wrong:
         return Finding(_CHECK_AREA, name, "failure", "\n".join([*wrong, *errors]), _REPORT), "give wrong results"
     if errors:
-        return Finding(_CHECK_AREA, name, "failure", "\n".join(errors), _MEND), f"do not work: {errors[0]}"
+        return Finding(_CHECK_AREA, name, "failure", "\n".join(errors), _MEND), fails
     values = {"elements": sum(trial.elements for trial in trials), "ranks": world}
     found = f"{values['elements']:,} elements equal torch's exactly"
     fallback = outcomes[0].fallback

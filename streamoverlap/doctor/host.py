@@ -19,18 +19,19 @@ _FEW_FILES = 256
 
 
 def machine() -> list[Finding]:
-    return [_guarded(probe) for probe in (system, shared_memory, memory, open_files, cpus)]
+    return [_guarded(_MACHINE, probe) for probe in (system, shared_memory, memory, open_files, cpus)]
 
 
 def environment() -> list[Finding]:
-    return [_guarded(probe) for probe in (max_connections, launch_blocking, module_loading, openmp_threads)]
+    probes = (max_connections, launch_blocking, module_loading, openmp_threads)
+    return [_guarded(_ENVIRONMENT, probe) for probe in probes]
 
 
-def _guarded(probe: Callable[[], Finding]) -> Finding:
+def _guarded(area: str, probe: Callable[[], Finding]) -> Finding:
     try:
         return probe()
     except Exception as error:
-        return Finding(_MACHINE, probe.__name__.replace("_", " "), "warning", f"cannot be told: {one_line(error)}")
+        return Finding(area, probe.__name__.replace("_", " "), "warning", f"cannot be told: {one_line(error)}")
 
 
 def system() -> Finding:

@@ -24,7 +24,7 @@ class CallFailed(Exception):  # noqa: N818  what happened, not what is wrong
 
 
 def call(function: Callable, *args: Any, timeout: float) -> Any:
-    """Returns ``function(*args)``, called in a new process that is gone, with all it started, when this returns.
+    """Returns ``function(*args)``, called in a new process that is ended, with all it started, when this returns.
 
     `function` is one of a module, by its name there; arguments and result are pickled. `timeout`: seconds.
 
