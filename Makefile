@@ -71,7 +71,7 @@ bench-layers: $(BUILT) ## linear layers of blocks, forward and backward, beside 
 	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/layers.py $(ARGS)
 
 clean: ## removes what was built, keeps .venv
-	rm -rf build dist *.egg-info streamoverlap/*.so
+	rm -rf build dist *.egg-info streamoverlap/*.so streamoverlap/_built.json
 
 distclean: clean ## removes .venv as well
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -124,6 +125,21 @@ def without_their_warnings(folders: list[str]) -> list[str]:
     return [option for folder in folders for option in ("-isystem", folder)]
 
 
+def record(torch, home: Path | None, why_no_cuda_part: str | None) -> dict:
+    """What `streamoverlap doctor` tells of this build."""
+    with_cuda = why_no_cuda_part is None
+    return {
+        "torch": torch.__version__,
+        "nvcc": nvcc_version(home) if with_cuda else None,
+        "architectures": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
+        "why_no_cuda": why_no_cuda_part,
+    }
+
+
+def modified(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def extensions() -> dict:
     check_compiler()
     torch = import_torch()
@@ -174,6 +190,13 @@ def extensions() -> dict:
     )
 
     class Build(BuildExtension):
+        def run(self) -> None:
+            path = Path(self.get_ext_fullpath(main.name))
+            before = modified(path)
+            super().run()
+            if modified(path) != before:  # one that was not compiled anew keeps its record
+                path.with_name("_built.json").write_text(json.dumps(record(torch, home, reason), indent=2) + "\n")
+
         def build_extension(self, extension: Extension) -> None:
             # Both modules compile csrc/plan, each with its flags: in one folder they would undo each other's.
             base = self.build_temp

@@ -5,7 +5,7 @@
 >>> y = so.gemm_reduce_scatter(x, weight, group)   # x [M, K_local], weight [N, K_local] -> [M/W, N]
 """
 
-from streamoverlap import library  # noqa: F401  registers the ops
+from streamoverlap import compiled, library  # noqa: F401  the first says so if it cannot be loaded, the other registers the ops
 from streamoverlap._version import __version__
 from streamoverlap.checkpoint import sharded_state_dict
 from streamoverlap.communicator import Communicator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -11,7 +11,7 @@ import torch
 
 from streamoverlap.simulate import Costs
 
-_GEMM = 8192  # rows, columns and depth: many waves, so that the rate is that of full ones
+GEMM_SIZE = 8192  # rows, columns and depth: many waves, so that the rate is that of full ones
 _LOCAL_BYTES = 1 << 30
 _LINK_SIZES = [1 << power for power in range(16, 29, 2)]  # 64 KiB to 256 MiB
 _SMALL = 4096  # bytes that take no time, so that what is left is latency
@@ -45,14 +45,25 @@ def calibrate(base: Costs) -> tuple[Costs, list[str]]:
     return replace(base, **found, device=f"{name}, torch {torch.__version__}", sources=sources), kept
 
 
+def gemm_seconds(repeats: int = 30) -> float:
+    """Seconds of a bfloat16 product of square matrices of `GEMM_SIZE` on the current GPU, several in a row."""
+    a, b, c = _matrices()
+    return _seconds(lambda: torch.mm(a, b.t(), out=c), repeats)
+
+
+def _matrices() -> list[torch.Tensor]:
+    return [torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+
+
 def _gemm(base: Costs) -> dict:
-    a, b, c = (torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    alone = _seconds(lambda: torch.mm(a, b.t(), out=c), repeats=30)
+    alone = gemm_seconds()
+    a, b, c = _matrices()
     writing = _seconds(lambda: torch.addmm(c, a, b.t(), beta=0.0, alpha=1e-3, out=c), repeats=30)
     accumulating = _seconds(lambda: torch.addmm(c, a, b.t(), beta=1.0, alpha=1e-3, out=c), repeats=30)
     # The rate at which the model gives the measured time.
-    model = replace(base, sms=sms, gemm_flops=1.0, gemm_latency=0.0).compiled().gemm_seconds(_GEMM, _GEMM, _GEMM)
+    unit = replace(base, sms=sms, gemm_flops=1.0, gemm_latency=0.0).compiled()
+    model = unit.gemm_seconds(GEMM_SIZE, GEMM_SIZE, GEMM_SIZE)
     return {
         "sms": sms,
         "gemm_flops": model / (alone - base.gemm_latency),
@@ -68,16 +79,28 @@ def _local(base: Costs) -> dict:
 
 
 def _link() -> dict:
-    """Both directions at once, as in an exchange."""
-    sources = [torch.empty(_LINK_SIZES[-1], dtype=torch.uint8, device=f"cuda:{i}") for i in range(2)]
+    latency, table = measure_link()
+    return {"put_latency": latency, "link_bandwidth": table}
+
+
+def measure_link(
+    first: int = 0, second: int = 1, sizes: Sequence[int] = _LINK_SIZES
+) -> tuple[float, tuple[tuple[float, float], ...]]:
+    """Copies between two GPUs, both directions at once, as in an exchange.
+
+    Returns:
+        Seconds of the smallest copy, and (bytes, bytes/s each way beyond that latency) for each of `sizes`.
+    """
+    gpus = (first, second)
+    sources = [torch.empty(max(sizes), dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in gpus]
     targets = [torch.empty_like(sources[1 - i]) for i in range(2)]  # where rank i writes to
-    streams = [torch.cuda.Stream(i) for i in range(2)]
+    streams = [torch.cuda.Stream(gpu) for gpu in gpus]
 
     def seconds(size: int) -> float:
         times = []
         for _ in range(_ROUNDS):
-            for i in range(2):
-                torch.cuda.synchronize(i)
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
             events = []
             repeats = max(4, min(100, (1 << 28) // size))
             for i in range(2):
@@ -92,14 +115,13 @@ def _link() -> dict:
             for i in range(2):
                 with torch.cuda.stream(streams[i]):
                     events[i][1].record()
-            for i in range(2):
-                torch.cuda.synchronize(i)
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
             times.append(max(begin.elapsed_time(end) for begin, end in events) / 1e3 / repeats)
         return median(times)
 
     latency = seconds(_SMALL)
-    table = tuple((float(size), size / max(seconds(size) - latency, 1e-9)) for size in _LINK_SIZES)
-    return {"put_latency": latency, "link_bandwidth": table}
+    return latency, tuple((float(size), size / max(seconds(size) - latency, 1e-9)) for size in sizes)
 
 
 def _issue() -> dict[str, float]:

@@ -85,7 +85,7 @@ def test_more_ranks_than_gpus_is_a_clear_error(monkeypatch, capsys) -> None:
     assert "--world is 3; expected at most 2, one rank a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["", "plan", "check", "demo"])
+@pytest.mark.parametrize("name", ["", "plan", "check", "demo", "doctor"])
 def test_help_has_an_example(name: str, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*name.split(), "--help"])
