@@ -350,8 +350,10 @@ class Communicator:
         if self._fallback is not None:
             return [], serial_calls
         traces = impl.stop_trace()
-        while wait and not impl.drain(_EXIT_WAIT):  # hears Ctrl-C; the calls obey their timeouts
-            pass
+        if wait:
+            while not impl.drain(_EXIT_WAIT):  # hears Ctrl-C; the calls obey their timeouts
+                pass
+            impl.finish_traces()
         return traces, serial_calls
 
     def _enter_serial(self, identity: tuple[int, str], call: Call) -> serial.Collectives:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple
 
+from streamoverlap.plans import Fault
 from streamoverlap.timeline import Timeline
 
 PICTURES = (".png", ".svg")
@@ -31,7 +33,8 @@ _LANE, _HEAD, _GAP = 0.22, 0.30, 0.10  # inches: a lane, the line above a rank's
 _TOP, _BOTTOM, _LEFT, _RIGHT = 0.54, 0.45, 0.82, 0.18
 _LETTER = 0.054  # inches a letter of a label in a bar takes
 _LABEL, _TEXT = 6.0, 8.0  # points
-_LINE, _LETTERS = 0.17, 105  # of the title: inches a line, letters in it
+_LINE, _LETTERS = 0.17, 105  # of the title and of messages: inches a line, letters in it
+_FAULTS, _FRAME = 5, 0.03  # faults shown; inches around an op of one
 
 
 class _Scale(NamedTuple):
@@ -42,7 +45,9 @@ class _Scale(NamedTuple):
     inches: float  # a second
 
 
-def draw(timeline: Timeline, path: str | Path, ranks: Sequence[int] | None = None) -> None:
+def draw(
+    timeline: Timeline, path: str | Path, ranks: Sequence[int] | None = None, faults: Sequence[Fault] = ()
+) -> None:
     """Writes a picture of `timeline`: which op ran when on which stream.
 
     Time in which no compute stream of a rank multiplies or sums, exposed communication, is shaded. Thin arrows go from
@@ -52,6 +57,8 @@ def draw(timeline: Timeline, path: str | Path, ranks: Sequence[int] | None = Non
         timeline: one call.
         path: a ``.png`` or ``.svg`` file.
         ranks: those to show, from top to bottom; default the first 4.
+        faults: of the timeline's plans, as `plans.check` finds them: their ops are framed and numbered, and their
+            messages are below.
 
     Raises:
         ValueError: `path` has another suffix, `ranks` is empty, or has a rank twice or one that there is not.
@@ -62,7 +69,7 @@ def draw(timeline: Timeline, path: str | Path, ranks: Sequence[int] | None = Non
     shown = list(range(min(world, _SHOWN))) if ranks is None else list(ranks)
     if not shown or len(set(shown)) < len(shown) or not all(0 <= rank < world for rank in shown):
         raise ValueError(f"ranks is {shown}; expected some of 0 to {world - 1}, each once")
-    _Picture(timeline, shown, figure_class).save(Path(path))
+    _Picture(timeline, shown, list(faults), figure_class).save(Path(path))
 
 
 def require(path: str | Path):
@@ -77,20 +84,29 @@ def require(path: str | Path):
 
 
 class _Picture:
-    def __init__(self, timeline: Timeline, ranks: list[int], figure_class) -> None:
+    def __init__(self, timeline: Timeline, ranks: list[int], faults: list[Fault], figure_class) -> None:
         self.timeline = timeline
+        self.faults = faults[:_FAULTS]
+        self.messages = [
+            "\n".join(wrap(f"{number}  {fault.kind}: {fault.message}", _LETTERS))
+            for number, fault in enumerate(self.faults, start=1)
+        ]
+        if len(faults) > _FAULTS:
+            self.messages.append(f"and {len(faults) - _FAULTS} more faults")
+        below = _LINE * sum(text.count("\n") + 1 for text in self.messages)
         self.lanes = {rank: _streams(timeline, rank) for rank in ranks}
         title = timeline.title
         if len(ranks) < len(timeline.plans):
             title += f" (rank {', '.join(map(str, ranks))} of {len(timeline.plans)})"
         self.title = wrap(title, _LETTERS)
         self.top = _TOP + _LINE * (max(len(self.title), 1) - 1)
-        height = self.top + _BOTTOM + sum(_HEAD + _LANE * len(lanes) + _GAP for lanes in self.lanes.values())
+        bottom = _BOTTOM + below
+        height = self.top + bottom + sum(_HEAD + _LANE * len(lanes) + _GAP for lanes in self.lanes.values())
         self.figure = figure_class(figsize=(_WIDTH, height))
         width = _WIDTH - _LEFT - _RIGHT
-        inner = height - self.top - _BOTTOM
+        inner = height - self.top - bottom
         # Downwards in inches, so that a lane is as high in every picture.
-        self.axes = self.figure.add_axes((_LEFT / _WIDTH, _BOTTOM / height, width / _WIDTH, inner / height))
+        self.axes = self.figure.add_axes((_LEFT / _WIDTH, bottom / height, width / _WIDTH, inner / height))
         self.axes.set_ylim(inner, 0)
         spans = [span for rank in ranks for span in timeline.times[rank]]
         self.start = min((start for start, _ in spans), default=0.0)
@@ -110,6 +126,7 @@ class _Picture:
         for (rank, stream), middle in middles.items():
             self._lane(rank, stream, middle)
         self._arrows(middles)
+        self._frames(middles)
         self._axis(middles)
         self._titles()
         self.figure.savefig(path, dpi=_DPI)
@@ -176,6 +193,23 @@ class _Picture:
                 "", head, tail, arrowprops={**style, "linewidth": 0.5, "color": "#222222"}, zorder=5
             )  # fmt: skip
 
+    def _frames(self, middles: dict) -> None:
+        """Around the ops of faults, with the number of the message; an op may have several."""
+        numbers = defaultdict(list)
+        for number, fault in enumerate(self.faults, start=1):
+            for _, rank, op in fault.ops:
+                if rank in self.lanes and number not in numbers[rank, op]:
+                    numbers[rank, op].append(number)
+        for (rank, op), told in numbers.items():
+            start, end = self.timeline.times[rank][op]
+            middle = middles[rank, self.timeline.plans[rank].ops[op].stream]
+            margin = _FRAME / self.scale.inches  # else that of a short op would be a line
+            left, right = self._at(start - margin), self._at(end + margin)
+            frame = {"fill": False, "edgecolor": _VERMILION, "linewidth": 1.4, "zorder": 7, "clip_on": False}
+            self._box(left, middle - _LANE / 2, right - left, _LANE, **frame)
+            text = {"ha": "left", "va": "top", "fontsize": _LABEL, "fontweight": "bold", "color": _VERMILION}
+            self.axes.text(right, middle, " " + ",".join(map(str, told)), zorder=8, **text)
+
     def _axis(self, middles: dict) -> None:
         axes = self.axes
         axes.set_yticks(list(middles.values()), [stream for _, stream in middles], fontsize=_TEXT - 1)
@@ -191,6 +225,8 @@ class _Picture:
 
         height = self.figure.get_figheight()
         self.figure.text(0.1 / _WIDTH, 1 - 0.10 / height, "\n".join(self.title), fontsize=_TEXT + 1, va="top")
+        messages = {"fontsize": _TEXT - 1, "va": "bottom", "color": _VERMILION}
+        self.figure.text(0.1 / _WIDTH, 0.06 / height, "\n".join(self.messages), **messages)
         kinds = {_LIKE.get(op.kind, op.kind) for rank in self.lanes for op in self.timeline.plans[rank].ops}
         handles = [Patch(color=colour, label=text) for kind, (text, colour) in _LOOKS.items() if kind in kinds]
         handles.append(Patch(color=_VERMILION, alpha=0.22, linewidth=0, label="exposed communication"))

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -206,7 +207,7 @@ def local_problem(operation: str, world: int, m: int, n: int, k: int, as_tp: int
 
 
 def simulate(
-    spec: plans.Spec,
+    spec: plans.Spec | Sequence[plans.Plan],
     m: int,
     n: int,
     k: int,
@@ -219,19 +220,25 @@ def simulate(
     """One call on idle ranks that all begin at 0.
 
     Args:
-        spec: whose plans, pruned, are run.
+        spec: whose plans, pruned, are run; or the plans of all ranks themselves.
         m, n, k, as_tp: sizes before sharding; see `local_problem`.
         costs: of the machine; gemm_flops must be that of the dtype.
         dtype_bytes: of an element.
         graph: replayed from a CUDA graph, so that no op waits until the CPU has issued it.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: naming the argument; or the plans hang, and the message says where.
     """
     if isinstance(dtype_bytes, bool) or not isinstance(dtype_bytes, int) or dtype_bytes < 1:
         raise ValueError(f"dtype_bytes is {dtype_bytes!r}; expected an integer of at least 1")
+    if isinstance(spec, plans.Spec):
+        ranks = plans.build_spec(spec)
+    else:
+        ranks = list(spec)
+        if not ranks:
+            raise ValueError("spec is an empty list of plans; expected the plan of every rank")
+        spec = ranks[0].spec
     local = local_problem(spec.operation, spec.world, m, n, k, as_tp)
-    ranks = plans.build_spec(spec)
     missing = spec.world * local.shard_rows - local.rows
     times = _C.simulate(
         ranks, costs.compiled(), local.shard_rows, missing, local.n, local.k, local.row * dtype_bytes, graph

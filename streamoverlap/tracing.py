@@ -29,6 +29,7 @@ class Trace:
     Attributes:
         timelines: one a call, in the order of the calls; on every rank, once the block has ended.
         serial_calls: calls that ran serial, which no timeline shows.
+        failed_calls: calls that did not run to their end, or were captured and never replayed; no timeline either.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class Trace:
             validate_path(path)
         self.timelines: list[Timeline] = []
         self.serial_calls = 0
+        self.failed_calls = 0
         self._path = path
         self._group = resolve_group(group)
-        if device is None:  # silence would be no answer to who calls on CUDA
+        if device is None:
             device = "cpu" if Communicator.made_for(self._group, "cuda") is None else "cuda"
-        if type_of(device) != "cpu":
-            raise NotImplementedError(f"device is {str(device)!r}; calls can be traced on 'cpu' alone so far")
+        self._device = type_of(device)
 
     def __enter__(self) -> Trace:
-        self._communicator = Communicator.of(self._group, "cpu")
+        self._communicator = Communicator.of(self._group, self._device)
         self._communicator._start_trace()
         return self
 
@@ -63,10 +64,13 @@ class Trace:
         # A rank that makes other calls fails in them; a thread that still makes calls may have made more.
         timelines = [_timeline(calls) for calls in zip(*ranks, strict=False)]
         self.timelines = [timeline for timeline in timelines if timeline is not None]
+        self.failed_calls = len(timelines) - len(self.timelines)
         if self._group.rank() != 0:
             return
         if self.serial_calls:
             _log.warning("%d calls ran serial: the trace has no timeline of them", self.serial_calls)
+        if self.failed_calls:
+            _log.warning("%d calls did not run to their end: the trace has no timeline of them", self.failed_calls)
         if self._path is not None:
             write(self.timelines, self._path)
 
@@ -83,20 +87,21 @@ def trace(
     records of all ranks by ``torch.distributed.all_gather_object``. Where the block raises, nothing is gathered.
 
     Times are of CLOCK_MONOTONIC, which all processes of a host share; an op's span has what the op did and waited for,
-    not the time it was queued. Of an async call whose join came after its end, or never, the join is shown at its end.
-    Calls that run serial have no plan, and no timeline.
+    not the time it was queued. On CUDA they are those of events beside each op, placed on that clock to some
+    microseconds; a captured call is shown as it last ran, if captured and replayed within the block, and its graph
+    keeps the events. Of an async call whose join came after its end, or never, the join is shown at its end. Calls that
+    run serial have no plan, and no timeline.
 
     Args:
         path: rank 0 writes it at the end: all calls as a Chrome trace (``.json``; see https://ui.perfetto.dev), or a
             picture of the last one (``.png``, ``.svg``; needs matplotlib). None: nothing is written.
         group: the process group whose calls are recorded; None is the default group.
-        device: where its calls are. Only ``"cpu"`` so far, which is the default, but in a group that calls on CUDA.
+        device: where its calls are: ``"cpu"`` or ``"cuda"``; None is CUDA in a group that has called there.
 
     Raises:
         ValueError: `path` has another suffix; `group` does not have this rank.
         ImportError: a picture is asked for without matplotlib.
-        NotImplementedError: `device` is a CUDA device.
-        RuntimeError: the group is being traced already.
+        RuntimeError: the group is being traced already; or as `Communicator`, which is made if there is none.
 
     Example:
         >>> with so.trace("calls.json") as traced:

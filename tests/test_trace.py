@@ -7,12 +7,12 @@ import struct
 import sys
 import time
 from collections import defaultdict
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from ranks import Pools
+from timelines import pack, unpack, verify_order
 
 import streamoverlap as so
 from streamoverlap import plans, tracing
@@ -29,14 +29,6 @@ def ranks():
     pools = Pools()
     yield pools
     pools.close()
-
-
-def pack(timelines: list[Timeline]) -> list[tuple]:
-    return [(plans.spec_options(line.plans[0].spec), line.times, line.title, line.began) for line in timelines]
-
-
-def unpack(packed: list[tuple]) -> list[Timeline]:
-    return [Timeline(tuple(plans.build(**spec)), times, title, began) for spec, times, title, began in packed]
 
 
 def calls(world: int, plan: so.PlanSpec) -> None:
@@ -101,7 +93,7 @@ def errors(rank: int, world: int, group) -> list[str]:
         told.append(f"not reached: {trace}")
 
     attempt(lambda: so.trace("calls.gif"))
-    attempt(lambda: so.trace(device="cuda"))
+    attempt(lambda: so.trace(device="xpu"))
     attempt(lambda: so.trace(group="world"))
     attempt(nested)
     attempt(raising)
@@ -133,23 +125,6 @@ def test_times_are_those_of_the_plan(ranks, world: int, plan: so.PlanSpec) -> No
         for times, (*_, before, after) in zip(line.times, answers, strict=True):
             assert all(before <= line.began + start and line.began + end <= after for start, end in times)
         verify_order(line)
-
-
-def verify_order(line: Timeline) -> None:
-    for plan, times in zip(line.plans, line.times, strict=True):
-        assert len(plan.ops) == len(times)
-        streams = defaultdict(list)
-        for op, (start, end) in zip(plan.ops, times, strict=True):
-            assert 0 <= start <= end
-            streams[op.stream].append((start, end))
-        for spans in streams.values():
-            assert all(before[1] <= after[0] for before, after in pairwise(spans))
-    arrows = list(line.arrows())
-    assert any(arrow.from_rank != arrow.to_rank for arrow in arrows)
-    for arrow in arrows:
-        set_from = line.times[arrow.from_rank][arrow.from_op][0]
-        seen = line.times[arrow.to_rank][arrow.to_op][1]
-        assert set_from <= seen, "nothing goes on before what it waits for has begun"
 
 
 @pytest.mark.parametrize("stream", ["send", "compute0"])
@@ -186,9 +161,9 @@ def test_leaving_waits_for_async_calls(ranks) -> None:
 def test_errors_name_the_argument_and_leave_no_trace_on(ranks) -> None:
     answers = ranks(2).run(errors)
     assert answers[0] == answers[1]
-    suffix, cuda, group, nested, raised, count = answers[0]
+    suffix, device, group, nested, raised, count = answers[0]
     assert suffix == "ValueError: path is 'calls.gif'; expected a file that ends in .json, .png or .svg"
-    assert cuda.startswith("NotImplementedError: device is 'cuda'")
+    assert device == "ValueError: device is xpu; expected cpu or cuda"
     assert group.startswith("TypeError: group")
     assert nested.startswith("RuntimeError") and "one trace at a time" in nested
     assert raised == "KeyError: 'of the block'"
@@ -283,6 +258,12 @@ def test_the_command(tmp_path, capsys) -> None:
     assert all(out.stat().st_size > 1000 for out in outs)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_the_command_says_what_it_needs(capsys) -> None:
+    assert main(["trace", "--device", "cuda"]) == 2
+    assert "--device cuda needs a GPU for each of 2 ranks; torch finds 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -290,7 +271,7 @@ def test_the_command(tmp_path, capsys) -> None:
         (["--out", "/no/such/x.png"], "--out is /no/such/x.png; expected a file in a folder that exists"),
         (["--shape", "4,4"], "is '4,4'; expected M,N,K"),
         (["--shape", "5,4,4"], "M of --shape is 5; expected a multiple of --world, 2"),
-        (["--device", "cuda"], "--device is cuda; calls can be traced on cpu alone so far"),
+        (["--graph"], "--graph is for --device cuda"),
         (["--world", "65"], "--world is 65; expected at most 64"),
         (["--chunks", "65"], "chunks is 65"),
     ],

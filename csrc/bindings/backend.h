@@ -43,6 +43,11 @@ class Backend {
 
   virtual bool is_idle() const = 0;  // no call is in flight on this rank
 
+  // Calls with a trace that are issued from the first on have told it all they know after the second, if they have
+  // ended.
+  virtual void start_traces() {}
+  virtual void finish_traces() {}
+
   // For tests: called before every op, with the number of the call.
   virtual void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) = 0;
   // For tests: the private CUDA streams of eager calls by role, as handles.

@@ -256,9 +256,9 @@ void Communicator::set_before_op(std::function<void(const plan::Op&, std::uint64
 }
 
 void Communicator::start_trace() {
-  if (device_ >= 0) throw std::logic_error("calls on CUDA streams cannot be traced");
   const std::unique_lock<std::timed_mutex> lock = in_order();
   if (traces_) throw std::runtime_error("group '" + config_.name + "' is being traced; expected one trace at a time");
+  backend().start_traces();
   traces_.emplace();
 }
 
@@ -266,6 +266,8 @@ std::vector<std::shared_ptr<CallTrace>> Communicator::stop_trace() {
   const std::unique_lock<std::timed_mutex> lock = in_order();
   return std::exchange(traces_, std::nullopt).value_or(std::vector<std::shared_ptr<CallTrace>>{});
 }
+
+void Communicator::finish_traces() { backend().finish_traces(); }
 
 std::map<std::string, std::uintptr_t> Communicator::raw_streams() { return backend().raw_streams(); }
 

@@ -80,9 +80,10 @@ class Communicator {
   std::map<std::string, std::uintptr_t> raw_streams();
 
   // From the first on, calls on plans that begin are traced; the second hands out their traces, in the order of calls,
-  // which all ranks share. A call still in flight goes on to fill its own.
+  // which all ranks share. A call still in flight goes on to fill its own; once none is, the third makes them complete.
   void start_trace();
   std::vector<std::shared_ptr<CallTrace>> stop_trace();
+  void finish_traces();
 
  private:
   Group& group() const;

@@ -6,6 +6,8 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "../plan/builders.h"
 #include "../plan/check.h"
@@ -161,6 +163,14 @@ void register_plan_classes(py::module_& m) {
   py::class_<plan::Fault>(m, "Fault", "What the checker found: `kind`, and a `message` that names the ops.")
       .def_property_readonly("kind", [](const plan::Fault& f) { return plan::name(f.kind); })
       .def_readonly("message", &plan::Fault::message)
+      .def_property_readonly(
+          "ops",
+          [](const plan::Fault& f) {
+            std::vector<std::tuple<int, int, int>> places;
+            for (const plan::Place& place : f.ops) places.emplace_back(place.call, place.rank, place.op);
+            return places;
+          },
+          "Those that the message names: (call, rank, index in the plan's ops); none where it is about a sum or count.")
       .def("__repr__",
            [](const plan::Fault& f) { return std::string("<fault: ") + plan::name(f.kind) + ": " + f.message + ">"; });
 }

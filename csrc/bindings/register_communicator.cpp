@@ -247,6 +247,7 @@ void register_communicator(py::module_& m) {
       .def("check", released(&Communicator::check))
       .def("start_trace", released(&Communicator::start_trace))
       .def("stop_trace", released(&Communicator::stop_trace))
+      .def("finish_traces", released(&Communicator::finish_traces))
       .def(
           "set_test_hook",
           [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,

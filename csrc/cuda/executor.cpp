@@ -224,7 +224,8 @@ void Executor::issue(const Call& call, const Operands& operands, const CUDAStrea
                     end ? set.at(plan::kRecv) : current,
                     call.signature,
                     timeout,
-                    capture.has_value()};
+                    capture.has_value(),
+                    call.trace ? time(call, steps, capture.has_value()) : nullptr};
   // A graph runs its branches in any order; calls on parallel branches would be in another order on another rank. So
   // each call of a capture follows the one before, and the first none.
   at::cuda::CUDAEvent& previous = capture ? capture_.last : lane.last_use(slot);
@@ -265,8 +266,10 @@ void Executor::run(const Issue& issue) {
   const ReadyGemm* gemm = ready_gemms_.data();
   const auto products = std::count_if(issue.operands.weights.begin(), issue.operands.weights.end(),
                                       [](const Weight& weight) { return weight.n > 0; });
+  std::size_t number = 0;
   for (const Step& step : issue.steps.steps) {
     const CUDAStream& stream = on(step);
+    if (issue.timing) issue.timing->start(number, stream);
     switch (step.kind) {
       case Step::Kind::Gemm:
         for (auto i = products; i > 0; --i, ++gemm) {
@@ -289,6 +292,8 @@ void Executor::run(const Issue& issue) {
         issue.lane.event(step.event).block(stream);
         break;
     }
+    if (issue.timing) issue.timing->stop(number, stream);
+    ++number;
   }
   write_progress(issue, 0, milliseconds{0});
 }

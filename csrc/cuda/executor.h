@@ -24,6 +24,7 @@
 #include "registered.h"
 #include "steps.h"
 #include "streams.h"
+#include "timing.h"
 
 namespace streamoverlap::cuda {
 
@@ -63,6 +64,11 @@ class Executor {
 
   bool is_idle() const;  // no call is in flight
 
+  // From the first on, calls that have a trace are timed. The second tells their traces what was measured, once no call
+  // is in flight; of a call that was captured, its last replay. A graph keeps its timing for good.
+  void start_traces();
+  void finish_traces();
+
   const StreamSet& streams(Lane::Use use) const { return lane(use).streams(); }  // the private set
 
  private:
@@ -93,6 +99,13 @@ class Executor {
     at::cuda::CUDAEvent last;
   };
 
+  struct Timed {
+    std::shared_ptr<CallTrace> trace;
+    const plan::Plan* plan;
+    std::vector<int> step_of_op;
+    std::shared_ptr<Timing> timing;
+  };
+
   // A call on its way to the streams.
   struct Issue {
     Steps& steps;
@@ -106,6 +119,7 @@ class Executor {
     std::uint32_t signature;
     std::chrono::milliseconds timeout;
     bool capturing;
+    Timing* timing;  // null: nobody asks
   };
 
   void validate(const Call& call, const Operands& operands) const;
@@ -120,6 +134,7 @@ class Executor {
   void rehearse(const Call& call, const Operands& operands, const Steps& steps);
   bool find_gemms(const Steps& steps, const Operands& operands, const Bases& bases);
 
+  Timing* time(const Call& call, const Steps& steps, bool capturing);
   void follow(const Issue& issue, at::cuda::CUDAEvent& previous) const;
   void run(const Issue& issue);
   void write_progress(const Issue& issue, std::uint32_t running, std::chrono::milliseconds timeout) const;
@@ -151,6 +166,9 @@ class Executor {
   std::unordered_map<CallKey, Prepared, KeyHash> prepared_;
   std::vector<ReadyGemm> ready_gemms_;  // of the call being issued, in the order of steps
   Capture capture_;
+  std::optional<Anchor> trace_start_;
+  std::vector<Timed> timed_;
+  std::vector<std::shared_ptr<Timing>> timing_of_graphs_;  // graphs have their events
 };
 
 }  // namespace streamoverlap::cuda

@@ -24,6 +24,7 @@ class Compiler {
     for (std::size_t i = 0; i < ops.size(); ++i) {
       in_join_ = i >= join;
       add(ops[i]);
+      steps_.of_op.push_back(is_empty(ops[i]) ? -1 : static_cast<int>(steps_.steps.size()) - 1);
     }
     return std::move(steps_);
   }
@@ -62,10 +63,13 @@ class Compiler {
     return steps_.steps.back();
   }
 
-  // Null for a chunk with nothing in it, which happens where a shard has fewer rows than chunks.
+  // A chunk with nothing in it, which happens where a shard has fewer rows than chunks.
+  bool is_empty(const Op& op) const { return !op.writes.empty() && block(op.writes[0]).rows.count == 0; }
+
+  // Null for an empty chunk.
   Step* data_step(Step::Kind kind, const Op& op) {
+    if (is_empty(op)) return nullptr;
     const Block d = block(op.writes[0]);
-    if (d.rows.count == 0) return nullptr;
     Step& step = append(kind, op.stream);
     step.d = address(op.writes[0]);
     step.rows = d.rows.count;

@@ -40,6 +40,7 @@ struct Step {
 
 struct Steps {
   std::vector<Step> steps;  // in issue order
+  std::vector<int> of_op;   // which of them, by op of the plan; -1: it has no data to work on
   std::vector<Address> terms;
   std::vector<std::vector<MemoryOp>> memory;  // by slot
   std::vector<plan::Flag> awaited;            // flags of this rank

@@ -19,12 +19,13 @@ namespace {
 
 void check_events(const Graph& graph, Report& report) {
   for (const int wait : graph.unrecorded) {
-    report.add(FaultKind::UnrecordedEvent, graph.describe(wait) +
-                                               " is issued before any record of the event: it "
-                                               "waits for nothing");
+    report.add(FaultKind::UnrecordedEvent,
+               graph.describe(wait) + " is issued before any record of the event: it waits for nothing",
+               graph.places({wait}));
   }
   for (const int record : graph.recorded_twice) {
-    report.add(FaultKind::UnrecordedEvent, graph.describe(record) + " is not the first record of the event");
+    report.add(FaultKind::UnrecordedEvent, graph.describe(record) + " is not the first record of the event",
+               graph.places({record}));
   }
 }
 

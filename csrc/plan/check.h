@@ -21,9 +21,15 @@ enum class FaultKind : std::uint8_t {
   Malformed,        // an op that has not what its kind needs, a rank or stream out of range
 };
 
+struct Place {
+  int call = 0, rank = 0;
+  int op = 0;  // index in the ops of the plan
+};
+
 struct Fault {
   FaultKind kind;
-  std::string message;  // names the ops, their ranks and streams
+  std::string message;     // names the ops, their ranks and streams
+  std::vector<Place> ops;  // those that the message names; none where it is about a sum or a count
 };
 
 const char* name(FaultKind);

@@ -90,6 +90,10 @@ std::string told(const Graph& graph, const std::vector<int>& cycle) {
   return text;
 }
 
+void add_cycle(const char* model, const std::vector<int>& cycle, const Graph& graph, Report& report) {
+  report.add(FaultKind::Deadlock, model + told(graph, cycle), graph.places(cycle));
+}
+
 // The Awaits that an adversary can be stuck in: a waits on b if b is an Await of the rank that notifies a, and is
 // not after that Notify by the rank's own edges. Awaits that wait on none that is left are struck off until only
 // cycles, and what leads to them, are left.
@@ -169,11 +173,12 @@ class AnyOrder {
 std::vector<int> order_of(const Graph& graph, Report& report) {
   for (const int await : graph.never_set) {
     report.add(FaultKind::Deadlock,
-               "deadlock with independent streams: " + graph.describe(await) + " waits for a flag that nobody sets");
+               "deadlock with independent streams: " + graph.describe(await) + " waits for a flag that nobody sets",
+               graph.places({await}));
   }
   Run run(graph.chains, graph.nodes.size(), [&](int node) { return graph.nodes[node].source; });
   if (run.finished()) return std::move(run.order());
-  report.add(FaultKind::Deadlock, "deadlock with independent streams: " + told(graph, run.cycle()));
+  add_cycle("deadlock with independent streams: ", run.cycle(), graph, report);
   return {};
 }
 
@@ -186,7 +191,7 @@ void check_one_queue(const Graph& graph, Report& report) {
   }
   Run run(queues, graph.nodes.size(), [&](int node) { return graph.nodes[node].source; });
   if (run.finished()) return;
-  report.add(FaultKind::Deadlock, "deadlock with the streams of each rank in one queue: " + told(graph, run.cycle()));
+  add_cycle("deadlock with the streams of each rank in one queue: ", run.cycle(), graph, report);
 }
 
 bool runs_in_any_order(const Graph& graph, const Clocks& local) { return !AnyOrder(graph, local).stuck(); }
@@ -194,8 +199,7 @@ bool runs_in_any_order(const Graph& graph, const Clocks& local) { return !AnyOrd
 void check_any_order(const Graph& graph, const Clocks& local, Report& report) {
   AnyOrder any(graph, local);
   if (!any.stuck()) return;
-  report.add(FaultKind::Deadlock,
-             "deadlock with the ops of each rank in some topological order: " + told(graph, any.cycle()));
+  add_cycle("deadlock with the ops of each rank in some topological order: ", any.cycle(), graph, report);
 }
 
 }  // namespace streamoverlap::plan

@@ -72,7 +72,8 @@ class FlagCheck {
       const int to = node.op->writes[0].rank;
       if (credit_[pair(node.call, {FlagKind::Empty, node.rank, to, 0})].taken > 0) continue;
       report_.add(FaultKind::Credit,
-                  g_.describe(id) + " writes to the slot of rank " + std::to_string(to) + " without its credit");
+                  g_.describe(id) + " writes to the slot of rank " + std::to_string(to) + " without its credit",
+                  g_.places({id}));
     }
   }
 

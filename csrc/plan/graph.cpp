@@ -183,6 +183,15 @@ Region Graph::region(int id) const {
   return {static_cast<Buffer>(buffer % kBuffers), buffer / kBuffers, index / chunks, index % chunks};
 }
 
+std::vector<Place> Graph::places(const std::vector<int>& ids) const {
+  std::vector<Place> found;
+  for (const int id : ids) {
+    const Node& node = nodes[id];
+    if (node.op) found.push_back({node.call, node.rank, id - begin(node.call, node.rank) - 1});
+  }
+  return found;
+}
+
 std::string Graph::describe(int id) const {
   const Node& node = nodes[id];
   std::string text = calls.size() > 1 ? "call " + std::to_string(node.call) + " " : "";

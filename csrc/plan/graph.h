@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "plan.h"
 
 namespace streamoverlap::plan {
@@ -75,6 +76,7 @@ class Graph {
   int call_of_region(int id) const;
 
   std::string describe(int node) const;
+  std::vector<Place> places(const std::vector<int>& nodes) const;  // of those that are ops
 
  private:
   void add_rank(int rank);

@@ -160,7 +160,7 @@ class Processes {
       text += " process " + std::to_string(step.process) + " call " + std::to_string(step.call) + " " +
               name(step.op->stream) + " [" + to_string(*step.op) + "]";
     }
-    faults.push_back({FaultKind::Deadlock, text});
+    faults.push_back({FaultKind::Deadlock, text, {}});  // places are within one group; this is between several
   }
 
   const std::vector<GroupCall>& calls_;

@@ -10,12 +10,14 @@ void check_call(const Graph& graph, int call, int rank, Report& report) {
   for (int id = graph.begin(call, rank) + 1; id < graph.issued(call, rank); ++id) {
     const Node& node = graph.nodes[id];
     if (node.chain == join && node.works()) {
-      report.add(FaultKind::HeldUp, "the exchange is held up: nothing may come of " + graph.describe(id) + kPart);
+      report.add(FaultKind::HeldUp, "the exchange is held up: nothing may come of " + graph.describe(id) + kPart,
+                 graph.places({id}));
     }
     if (!node.is(Kind::Wait) || node.source < 0 || node.chain == join) continue;
     if (graph.nodes[node.source].chain == join) {
-      report.add(FaultKind::HeldUp, "the exchange is held up: " + graph.describe(id) + " waits for " +
-                                        graph.describe(node.source) + kPart);
+      report.add(FaultKind::HeldUp,
+                 "the exchange is held up: " + graph.describe(id) + " waits for " + graph.describe(node.source) + kPart,
+                 graph.places({id, node.source}));
     }
   }
 }

@@ -127,15 +127,16 @@ std::string wrong_op(const Spec& spec, const Op& op, int rank, int events) {
   return "";
 }
 
-void check_plan(const Plan& plan, const std::string& where, Report& report) {
-  for (const Op& op : plan.ops) {
+void check_plan(const Plan& plan, int call, const std::string& where, Report& report) {
+  for (std::size_t i = 0; i < plan.ops.size(); ++i) {
+    const Op& op = plan.ops[i];
     const std::string wrong = wrong_op(plan.spec, op, plan.rank, plan.events);
     if (wrong.empty()) continue;
     const bool event = !op.is_data() && op.kind >= Kind::Record && within(op.stream, 0, kMaxStreams - 1);
     const std::string stream =
         within(op.stream, 0, kMaxStreams - 1) ? name(op.stream) : "stream " + std::to_string(op.stream);
     report.add(event ? FaultKind::UnrecordedEvent : FaultKind::Malformed,
-               where + " " + stream + " [" + to_string(op) + "]: " + wrong);
+               where + " " + stream + " [" + to_string(op) + "]: " + wrong, {{call, plan.rank, static_cast<int>(i)}});
   }
 }
 
@@ -170,7 +171,7 @@ void check_form(const Calls& calls, Report& report) {
       continue;
     }
     for (const Plan& plan : calls[call]) {
-      check_plan(plan, prefix + "rank " + std::to_string(plan.rank), report);
+      check_plan(plan, static_cast<int>(call), prefix + "rank " + std::to_string(plan.rank), report);
     }
   }
 }

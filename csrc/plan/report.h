@@ -20,11 +20,11 @@ class Report {
   // False where so many of this kind are reported that another would not be kept.
   bool wants(FaultKind kind) const { return counts_[static_cast<int>(kind)] < kMostOfAKind; }
 
-  void add(FaultKind kind, std::string message) {
+  void add(FaultKind kind, std::string message, std::vector<Place> ops = {}) {
     const auto same = [&](const Fault& fault) { return fault.message == message; };
     if (!wants(kind) || std::any_of(faults_.begin(), faults_.end(), same)) return;
     ++counts_[static_cast<int>(kind)];
-    faults_.push_back({kind, std::move(message)});
+    faults_.push_back({kind, std::move(message), std::move(ops)});
   }
 
   bool empty() const { return faults_.empty(); }

@@ -194,9 +194,10 @@ void report_reuse(const Requirement& broken, const Graph& graph, const Clocks& c
         for (const Access& b : accesses_of(graph, after.call, rank, buffer)) {
           if (graph.nodes[b.node].chain != after.chain || (!a.write && !b.write)) continue;
           if (clocks.before(a.node, b.node) || !report.wants(FaultKind::Race)) continue;
-          report.add(FaultKind::Race, "race on " + std::string(name(buffer)) + "@" + std::to_string(rank) +
-                                          " across calls: " + graph.describe(b.node) + " does not come after " +
-                                          graph.describe(a.node));
+          report.add(FaultKind::Race,
+                     "race on " + std::string(name(buffer)) + "@" + std::to_string(rank) +
+                         " across calls: " + graph.describe(b.node) + " does not come after " + graph.describe(a.node),
+                     graph.places({a.node, b.node}));
         }
       }
     }
@@ -219,30 +220,38 @@ bool holds(const Requirement& r, const Graph& graph, const Clocks& clocks) {
 
 void report_broken(const Requirement& r, const Graph& graph, const Clocks& clocks, Report& report) {
   const std::string before = graph.describe(r.before), after = graph.describe(r.after);
+  const std::vector<Place> both = graph.places({r.before, r.after});
   switch (r.rule) {
     case Rule::Race:
-      return report.add(FaultKind::Race, "race on " + to_string(graph.region(r.region)) + ": " + before + " and " +
-                                             after + " are not ordered");
+      return report.add(
+          FaultKind::Race,
+          "race on " + to_string(graph.region(r.region)) + ": " + before + " and " + after + " are not ordered", both);
     case Rule::Reuse:
       return report_reuse(r, graph, clocks, report);
     case Rule::FlagCleared:
       return report.add(FaultKind::FlagState,
-                        "a flag can be set twice: " + after + " does not come after " + before + ", which clears it");
+                        "a flag can be set twice: " + after + " does not come after " + before + ", which clears it",
+                        both);
     case Rule::AwaitsInTurn:
       return report.add(FaultKind::FlagState,
                         "two awaits of a flag are not ordered, each could take what the other "
                         "waits for: " +
-                            before + " and " + after);
+                            before + " and " + after,
+                        both);
     case Rule::Started:
-      return report.add(FaultKind::NotJoined, after + " does not wait for main: it can start before the call does");
+      return report.add(FaultKind::NotJoined, after + " does not wait for main: it can start before the call does",
+                        both);
     case Rule::Joined:
-      return report.add(FaultKind::NotJoined, before +
-                                                  " is not joined: main does not wait for it before the call "
-                                                  "ends");
+      return report.add(FaultKind::NotJoined,
+                        before +
+                            " is not joined: main does not wait for it before the call "
+                            "ends",
+                        both);
     case Rule::CreditTaken:
-      return report.add(FaultKind::Credit, after + " does not come after " + before + ", which takes the credit");
+      return report.add(FaultKind::Credit, after + " does not come after " + before + ", which takes the credit", both);
     case Rule::CreditReturned:
-      return report.add(FaultKind::Credit, "credit returned too early: " + after + " does not come after " + before);
+      return report.add(FaultKind::Credit, "credit returned too early: " + after + " does not come after " + before,
+                        both);
   }
 }
 

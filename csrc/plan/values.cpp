@@ -57,7 +57,9 @@ class Evaluation {
   const Spec& spec_of(const Node& node) const { return g_.calls[node.call][node.rank].spec; }
   Value& at(const Node& node, const Region& region) { return values_[g_.region_id(node.call, region)]; }
 
-  void wrong(std::string message) { report_.add(FaultKind::WrongValue, std::move(message)); }
+  void wrong(std::string message, const std::vector<int>& nodes = {}) {
+    report_.add(FaultKind::WrongValue, std::move(message), g_.places(nodes));
+  }
 
   void begin(const Node& node) {
     for_each_chunk(node, Buffer::Input, [&](const Region& region) {
@@ -84,7 +86,8 @@ class Evaluation {
   void compute(int id, const Op& op) {
     const Node& node = g_.nodes[id];
     for (const Region& region : op.reads) {
-      if (!at(node, region).written) wrong(g_.describe(id) + " reads " + to_string(region) + ", which nothing wrote");
+      if (!at(node, region).written)
+        wrong(g_.describe(id) + " reads " + to_string(region) + ", which nothing wrote", {id});
     }
     Value result;
     if (op.kind == Kind::Gemm) {
@@ -93,7 +96,7 @@ class Evaluation {
         const Value& c = at(node, op.reads[1]);
         const auto raw = [](const Term& term) { return !term.product; };
         if (std::any_of(c.terms.begin(), c.terms.end(), raw)) {
-          wrong(g_.describe(id) + " adds " + text(c) + ", expected a sum of products");
+          wrong(g_.describe(id) + " adds " + text(c) + ", expected a sum of products", {id});
         }
         add(result, c);
       }
@@ -108,7 +111,7 @@ class Evaluation {
   Value product(int id, const Value& a) {
     Value result;
     if (a.written && (a.terms.size() != 1 || a.terms[0].product || a.biases)) {
-      wrong(g_.describe(id) + " multiplies " + text(a) + ", expected one chunk of an input");
+      wrong(g_.describe(id) + " multiplies " + text(a) + ", expected one chunk of an input", {id});
     }
     result.terms = a.terms;
     for (Term& term : result.terms) term.product = 1;

@@ -9,7 +9,7 @@ from pathlib import Path
 from streamoverlap import plans
 from streamoverlap import simulate as simulator
 from streamoverlap.cli.terminal import make_console, make_table
-from streamoverlap.cli.usage import UsageError, positive
+from streamoverlap.cli.usage import UsageError, positive, shape
 from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec
 
 _EXAMPLE = """\
@@ -33,7 +33,7 @@ def add_parser(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--world", metavar="W", type=positive, help="number of ranks")
-    parser.add_argument("--shape", metavar="M,N,K", type=_shape, help="rows, columns and depth before sharding")
+    parser.add_argument("--shape", metavar="M,N,K", type=shape, help="rows, columns and depth before sharding")
     parser.add_argument("--op", choices=plans.OPERATIONS, default="all_gather_gemm", help="default all_gather_gemm")
     parser.add_argument("--as-tp", metavar="W", type=positive, help="split N or K by this, not by --world")
     parser.add_argument("--dtype-bytes", metavar="B", type=positive, default=2, help="bytes of an element (2)")
@@ -68,14 +68,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(args, costs, gemm, rows)
     return 0
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected M,N,K, three integers of at least 1")
-    m, n, k = map(int, parts)
-    return m, n, k
 
 
 def _row(plan: PlanSpec, seconds: float, gemm: float, sizes: tuple, simulated: dict) -> dict:

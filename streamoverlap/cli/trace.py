@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 import streamoverlap as so
 from streamoverlap._C import MAX_WORLD
 from streamoverlap.cli import trace_rank
@@ -15,7 +17,7 @@ from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.trace_rank import Job, RankTimes
-from streamoverlap.cli.usage import UsageError, positive
+from streamoverlap.cli.usage import UsageError, positive, shape
 from streamoverlap.plans import OPERATIONS
 from streamoverlap.spec import REDUCTIONS
 from streamoverlap.tracing import validate_path
@@ -61,11 +63,12 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--shape",
         metavar="M,N,K",
-        type=_shape,
+        type=shape,
         help=f"of the GEMM of all ranks together; plain collectives move M by K (about {_SIZE} each)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="only cpu so far")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (default cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default float32, on cuda bfloat16")
+    parser.add_argument("--graph", action="store_true", help="on cuda: captured in a CUDA graph, and replayed")
     parser.add_argument("--algorithm", choices=("direct", "ring"), default="direct", help="default direct")
     parser.add_argument("--chunks", metavar="N", type=positive, default=1, help="parts of a shard (1)")
     parser.add_argument(
@@ -108,16 +111,22 @@ def run(args: argparse.Namespace) -> int:
     console.print("exposed: no compute stream multiplies or sums; GEMM, waits: all streams but main together")
     for path in job.files:
         console.print(f"wrote {path}")
-    console.print("On CPU the same cores multiply and copy, so these times do not say what GPUs do.", style="dim")
+    if job.device == "cpu":
+        console.print("On CPU the same cores multiply and copy, so these times do not say what GPUs do.", style="dim")
     return 0
 
 
 def _job(args: argparse.Namespace) -> Job:
-    if args.device == "cuda":
-        raise UsageError("streamoverlap trace: --device is cuda; calls can be traced on cpu alone so far")
     world = args.world
     if world > MAX_WORLD:
         raise UsageError(f"streamoverlap trace: --world is {world}; expected at most {MAX_WORLD}")
+    if args.device == "cuda" and world > torch.cuda.device_count():
+        raise UsageError(
+            f"streamoverlap trace: --device cuda needs a GPU for each of {world} ranks; torch finds "
+            f"{torch.cuda.device_count()}"
+        )
+    if args.graph and args.device != "cuda":
+        raise UsageError("streamoverlap trace: --graph is for --device cuda")
     # A default gives way to any world size; what was asked for does not.
     m, n, k = args.shape or [max(_SIZE // world, 1) * world] * 3
     for name, value in (("M", m), ("N", n), ("K", k)):
@@ -136,15 +145,9 @@ def _job(args: argparse.Namespace) -> Job:
             raise UsageError(f"streamoverlap trace: --out: {error}") from error
         if not path.parent.is_dir():
             raise UsageError(f"streamoverlap trace: --out is {path}; expected a file in a folder that exists")
-    return Job(args.operation, world, m, n, k, args.dtype, plan, tuple(str(path.resolve()) for path in args.out))
-
-
-def _shape(text: str) -> list[int]:
-    """An argparse type: three positive integers."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected M,N,K such as 1024,1024,1024")
-    return [int(part) for part in parts]
+    dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    files = tuple(str(path.resolve()) for path in args.out)
+    return Job(args.operation, world, m, n, k, dtype, plan, args.device, args.graph, files)
 
 
 def _as_json(job: Job, title: str, ranks: list[RankTimes]) -> dict:

@@ -28,6 +28,8 @@ class Job:
     k: int
     dtype: str
     plan: so.PlanSpec
+    device: str  # cpu or cuda: a GPU a rank
+    graph: bool  # captured in a CUDA graph, replayed
     files: tuple[str, ...]
 
 
@@ -46,17 +48,26 @@ class RankTimes:
 def run_rank(job: Job, threads: int) -> tuple[str, list[RankTimes]]:
     """Returns the title of the traced call and the times of all ranks; rank 0 writes the files."""
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT))
-    communicator = so.Communicator.of(None, "cpu")
+    backend = "gloo"
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
+    communicator = so.Communicator.of(None, job.device)
     communicator.set_timeout(_TIMEOUT)
     if communicator.fallback is not None:
         raise RuntimeError(f"nothing to trace, the ranks run serial: {communicator.fallback}")
     call = _call(job)
     for _ in range(_WARM_UPS):
         call()
-    dist.barrier()
-    with so.trace() as traced:
-        call()
+    if job.graph:
+        so.prepare(call)
+    _meet(job)
+    with so.trace(device=job.device) as traced:
+        if job.graph:
+            _replay(job, call)
+        else:
+            call()
     timeline = traced.timelines[0]
     if int(os.environ["RANK"]) == 0:
         for path in job.files:
@@ -68,8 +79,25 @@ def run_rank(job: Job, threads: int) -> tuple[str, list[RankTimes]]:
 
 def _call(job: Job):
     operation, shapes = getattr(so, job.operation), shapes_of(job)
-    tensors = [torch.randn(shape).to(getattr(torch, job.dtype)) for shape in shapes]
+    tensors = [torch.randn(shape).to(job.device, getattr(torch, job.dtype)) for shape in shapes]
     return lambda: operation(*tensors, plan=job.plan)
+
+
+def _meet(job: Job) -> None:
+    """So that the ranks begin together: on the GPU too, all that was issued before has ended."""
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))
+
+
+def _replay(job: Job, call) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(_WARM_UPS):
+        _meet(job)
+        graph.replay()
+    torch.cuda.synchronize()
 
 
 def shapes_of(job: Job) -> list[tuple[int, int]]:

@@ -26,6 +26,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def shape(text: str) -> tuple[int, int, int]:
+    """An argparse type: M,N,K."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected M,N,K, three integers of at least 1")
+    m, n, k = map(int, parts)
+    return m, n, k
+
+
 def worlds(text: str) -> list[int]:
     """An argparse type: world sizes such as ``4``, ``1-16`` or ``2,3,8-10``, in ascending order."""
     sizes: set[int] = set()

@@ -68,6 +68,9 @@ class CudaBackend : public Backend {
 
   bool is_idle() const override { return executor_.is_idle(); }
 
+  void start_traces() override { executor_.start_traces(); }
+  void finish_traces() override { executor_.finish_traces(); }
+
   void set_before_op(std::function<void(const plan::Op&, std::uint64_t)>) override {
     throw std::runtime_error("ops on a GPU have no hook; delay its streams instead");
   }
