@@ -1,7 +1,8 @@
 """README.md, CHANGELOG.md and docs/ say what is so: their links, commands, names, numbers, messages and outputs.
 
-Above a block, ``<!-- runs -->`` says that it can be run here, ``<!-- prints -->`` that the block before prints this (a
-line ``...`` stands for any others), and ``<!-- runs on 2 ranks -->`` that it is a whole program for ranks.
+Above a block, ``<!-- runs -->`` or ``<!-- runs, ends with 1 -->`` says that it can be run here, ``<!-- prints -->`` that the
+block before prints this (a line ``...`` stands for any others), and ``<!-- runs on 2 ranks -->`` that it is a whole program
+for ranks.
 """
 
 from __future__ import annotations
@@ -176,7 +177,14 @@ def wrong_names(path: Path, text: str) -> Iterator[str]:
             yield f"{code}: no such file"
 
 
-CHECKS = (wrong_links, wrong_commands, wrong_names)
+def wrong_lists(path: Path, text: str) -> Iterator[str]:
+    """Python-Markdown takes a list for text where no empty line is before it."""
+    for before, line in pairwise(prose_of(text).splitlines()):
+        if re.match(r"(- |1\. )", line) and before and not re.match(r"- | |#", before):
+            yield f"{line}: no empty line before it"
+
+
+CHECKS = (wrong_links, wrong_commands, wrong_names, wrong_lists)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -202,6 +210,7 @@ def test_a_page_has_no_wrong_link_command_or_name(path: Path, check) -> None:
         ("`streamoverlap.plans.chek(plans)`", "streamoverlap.plans.chek: no such name"),
         ("```python\nfrom streamoverlap.plans import chek\n```", "streamoverlap.plans.chek: no such name"),
         ("`csrc/plan/paint.cpp`", "csrc/plan/paint.cpp: no such file"),
+        ("A list:\n- of one", "- of one: no empty line before it"),
         ("::: streamoverlap.megatron.Paint", "streamoverlap.megatron.Paint: no such name"),
     ],
 )
@@ -226,7 +235,7 @@ RUNNABLE = [
     pytest.param(block, after, id=f"{path.stem} {number}")
     for path in PAGES
     for number, (block, after) in enumerate(pairwise([*blocks_of(path.read_text()), None]))
-    if block.mark == "runs"
+    if block.mark in ("runs", "runs, ends with 1")
 ]
 
 
@@ -236,7 +245,7 @@ def test_a_block_prints_what_the_page_shows(block: Block, after: Block | None, c
         for line in block.code.splitlines():
             program, *words = shlex.split(line, comments=True)
             assert program == "streamoverlap"
-            assert main(words) == 0
+            assert main(words) == int("ends with 1" in block.mark)
     else:
         exec(compile(block.code, "block", "exec"), {})
     if after is not None and after.mark == "prints":
