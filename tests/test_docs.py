@@ -1,8 +1,8 @@
 """README.md, CHANGELOG.md and docs/ say what is so: their links, commands, names, numbers, messages and outputs.
 
-Above a block, ``<!-- runs -->`` or ``<!-- runs, ends with 1 -->`` says that it can be run here, ``<!-- prints -->`` that the
-block before prints this (a line ``...`` stands for any others), and ``<!-- runs on 2 ranks -->`` that it is a whole program
-for ranks.
+Above a block, ``<!-- runs -->`` or ``<!-- runs, ends with 1 -->`` says that it can be run here, ``<!-- prints -->``
+that the block before prints this (a line ``...`` stands for any others), and ``<!-- runs on 2 ranks -->`` that it is a
+whole program for ranks.
 """
 
 from __future__ import annotations
