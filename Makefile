@@ -18,12 +18,15 @@ SHELL := /bin/bash
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 ENVIRONMENT := $(if $(VENV),$(VENV)/.complete)
+# Apart, so that it needs neither torch nor the extension.
+DOCS_PY := $(if $(VENV),$(VENV)-docs/bin/python,$(PYTHON))
+DOCS_ENVIRONMENT := $(if $(VENV),$(VENV)-docs/.complete)
 BUILT := build/.built-$(subst /,-,$(PY))
 # Folders too: their times change when a file in them comes or goes.
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build test test-gpu test-tsan lint format demo train check bench bench-async bench-layers clean distclean
+.PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-async bench-layers clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
@@ -52,6 +55,9 @@ format: $(ENVIRONMENT) ## formats all sources in place
 	$(PY) -m ruff format .
 	PATH=$(dir $(PY)):$$PATH clang-format -i $(CPP)
 
+docs: $(DOCS_ENVIRONMENT) ## the documentation as a site in build/docs; a wrong link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs build --strict
+
 demo: $(BUILT) ## the main job: a tensor-parallel MLP over real text, compared with one process
 	$(PY) -m streamoverlap demo $(ARGS)
 
@@ -74,7 +80,7 @@ clean: ## removes what was built, keeps .venv
 	rm -rf build dist *.egg-info streamoverlap/*.so streamoverlap/_built.json
 
 distclean: clean ## removes .venv as well
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .pytest_cache .ruff_cache .hypothesis
 
 # The mark is set last: an environment that was left half-made has none and is made anew.
 $(VENV)/.complete: requirements-dev.txt
@@ -86,6 +92,12 @@ $(VENV)/.complete: requirements-dev.txt
 	@rm -f $@
 	@echo "streamoverlap: installing requirements-dev.txt into $(VENV): some 5 GB, a few minutes"
 	$(PY) -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)-docs/.complete: requirements-docs.txt
+	@rm -f $@
+	$(PYTHON) -m venv --clear $(VENV)-docs
+	$(DOCS_PY) -m pip install -qq --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
 # The stamp has the time when the build began: what is edited meanwhile is newer and built next time.
