@@ -10,6 +10,7 @@ from streamoverlap._version import __version__
 from streamoverlap.checkpoint import sharded_state_dict
 from streamoverlap.communicator import Communicator
 from streamoverlap.errors import CommunicatorError, MismatchError, PeerTimeoutError
+from streamoverlap.explain import Explanation, explain
 from streamoverlap.layers import ColumnParallelLinear, RowParallelLinear
 from streamoverlap.ops import (
     all_gather,
@@ -32,6 +33,7 @@ __all__ = [
     "ColwiseParallel",
     "Communicator",
     "CommunicatorError",
+    "Explanation",
     "MismatchError",
     "PeerTimeoutError",
     "PlanSpec",
@@ -43,6 +45,7 @@ __all__ = [
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
+    "explain",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "prepare",

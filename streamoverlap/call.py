@@ -14,7 +14,7 @@ from torch import Tensor
 from streamoverlap import _C
 from streamoverlap.follow import FollowOnCpu, FollowOnStream
 from streamoverlap.serial import Started
-from streamoverlap.spec import PlanSpec, choose
+from streamoverlap.spec import validate_plan
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
@@ -53,7 +53,7 @@ def validate_options(
         if not isinstance(value, bool):
             raise TypeError(f"{name} is a {type(value).__name__}; expected a bool")
     if plan is not None:
-        choose(plan, None)
+        validate_plan(plan)
     if timeout is not None:
         seconds_of(timeout)
     if streams is not None:
@@ -65,7 +65,7 @@ class Call:
 
     Args:
         impl: the communicator's C++ part.
-        plan: how it is done.
+        spec: its plan; None: it runs serial.
         device: where its tensors are.
         follow: runs what follows calls on the CPU.
         async_op, timeout, streams: as in `streamoverlap.all_gather_gemm`.
@@ -74,7 +74,7 @@ class Call:
     def __init__(
         self,
         impl: _C.Communicator,
-        plan: PlanSpec,
+        spec: _C.Spec | None,
         device: torch.device,
         follow: FollowOnCpu,
         async_op: bool,
@@ -82,8 +82,8 @@ class Call:
         streams: StreamSet | None,
     ) -> None:
         self.impl = impl
-        self.plan = plan
-        self.overlapped = plan.algorithm != "serial"
+        self.spec = spec
+        self.overlapped = spec is not None
         self.async_op = async_op
         self._device = device
         self._follow = follow

@@ -9,11 +9,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
 from streamoverlap.call import Call
+from streamoverlap.chooser import Chooser, predicted, shape_of
 from streamoverlap.errors import CommunicatorError
+from streamoverlap.explain import Explained, Explanation, is_explaining
 from streamoverlap.follow import FollowOnCpu
 from streamoverlap.meeting import Meeting, attempt, first_error
 from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
-from streamoverlap.spec import SUMS_OF_PRODUCTS, Choice, PlanSpec, choose
-from streamoverlap.streams import StreamSet
+from streamoverlap.spec import DEFAULT, SUMS_OF_PRODUCTS, Choice, PlanSpec, given_or_forced
+from streamoverlap.streams import StreamSet, choose_streams
+from streamoverlap.timeline import Timeline
 from streamoverlap.work import Work, seconds_of
 
 _log = logging.getLogger("streamoverlap")
@@ -122,9 +125,11 @@ class Communicator:
         self._error: CommunicatorError | None = None  # where there is no shared memory to keep it in
         self._serial_calls = itertools.count(1)
         self._serial_made = 0
+        self._measured: dict[str, float] = {}  # seconds, by the title of a traced call
         self._impl: _C.Communicator | None = None
         reference = weakref.ref(self)
         self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
+        self._chooser = Chooser(self.world, lambda *choice: reference()._open().agree(*choice))
         with _set_up_lock(group, self.device_type):
             self._fallback = self._set_up(_slots)
         if report_path is not None and self._connected:
@@ -174,12 +179,12 @@ class Communicator:
         **options: Any,
     ) -> tuple[list[Tensor], Tensor | None] | Work:
         """As `streamoverlap.all_gather_gemm`, on lists; so are the methods below, and so their keyword arguments."""
-        call = self._call(x, plan, **options)
+        identity = partial(_C.validate_all_gather_gemm, x, weights, biases, self.world)
+        call = self._call(_Asked("all_gather_gemm", x, weights, identity, return_gathered), plan, **options)
         if call.overlapped:
-            spec = _spec("all_gather_gemm", call.plan, self.world, return_gathered)
-            *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, spec, call.options)
+            *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, call.spec, call.options)
             return call.finish(tuple(result), work)
-        on = self._enter_serial(_C.validate_all_gather_gemm(x, weights, biases, self.world), call)
+        on = self._enter_serial(identity(), call)
         every_bias = list(biases) or [None] * len(weights)
 
         def start() -> serial.Started:
@@ -212,11 +217,11 @@ class Communicator:
     def _sum_of_products(
         self, operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
-        call = self._call(x, plan, **options)
+        identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world)
+        call = self._call(_Asked(operation, x, (weight,), identity), plan, **options)
         if call.overlapped:
-            spec = _spec(operation, call.plan, self.world)
-            return call.finish(*getattr(call.impl, operation)(x, weight, bias, spec, call.options))
-        on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, weight, bias, self.world), call)
+            return call.finish(*getattr(call.impl, operation)(x, weight, bias, call.spec, call.options))
+        on = self._enter_serial(identity(), call)
         start = partial(getattr(serial, operation), x, weight, bias, on)
         return call.serial(start, self._fail_with, [x, weight, bias])
 
@@ -225,11 +230,11 @@ class Communicator:
         self, operation: str, x: Tensor, plan: PlanSpec | None, copy_input: bool = False, **options: Any
     ) -> Tensor | Work:
         """A plain collective, which has the same name everywhere."""
-        call = self._call(x, plan, **options)
+        identity = partial(getattr(_C, f"validate_{operation}"), x, self.world)
+        call = self._call(_Asked(operation, x, (), identity, copy_input=copy_input), plan, **options)
         if call.overlapped:
-            spec = _spec(operation, call.plan, self.world, copy_input=copy_input)
-            return call.finish(*getattr(call.impl, operation)(x, spec, call.options))
-        on = self._enter_serial(getattr(_C, f"validate_{operation}")(x, self.world), call)
+            return call.finish(*getattr(call.impl, operation)(x, call.spec, call.options))
+        on = self._enter_serial(identity(), call)
         copies = copy_input and call.async_op
 
         def start() -> serial.Started:
@@ -410,18 +415,47 @@ class Communicator:
 
     def _call(
         self,
-        x: Tensor,
+        asked: _Asked,
         plan: PlanSpec | None,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
         streams: StreamSet | None = None,
     ) -> Call:
-        if x.device != self.device:
-            raise ValueError(f"x is on {x.device}; expected {self.device}, the device of this communicator")
-        self.last_choice = choice = choose(plan, self._fallback)
+        device = asked.x.device
+        if device != self.device:
+            raise ValueError(f"x is on {device}; expected {self.device}, the device of this communicator")
         impl = self._open()
         self._check()
-        return Call(impl, choice.plan, self.device, self._follow, async_op, timeout, streams)
+        choice = self._choose(asked, plan, streams)
+        spec = None
+        if choice.plan.algorithm != "serial":
+            spec = _spec(asked.operation, choice.plan, self.world, asked.keep_gathered, asked.copy_input)
+        if is_explaining():
+            raise Explained(self._explain(asked, choice, spec))
+        self.last_choice = choice
+        return Call(impl, spec, self.device, self._follow, async_op, timeout, streams)
+
+    def _choose(self, asked: _Asked, plan: PlanSpec | None, streams: StreamSet | None) -> Choice:
+        if (choice := given_or_forced(plan, self._fallback)) is not None:
+            return choice
+        if self.device_type == "cpu":
+            return DEFAULT
+        given = choose_streams(streams, self.device_type)
+        compute_streams = _C.MAX_COMPUTE_STREAMS if given is None else given.compute_streams
+        return self._chooser.choose(*asked[:4], compute_streams, settle=not is_explaining())
+
+    def _explain(self, asked: _Asked, choice: Choice, spec: _C.Spec | None) -> Explanation:
+        asked.identity()
+        seconds = choice.predicted
+        if seconds is None and self.device_type == "cuda" and asked.x.numel() > 0:
+            seconds = predicted(shape_of(asked.operation, self.world, asked.x, asked.weights), choice.plan)
+        measured = self._measured.get(_title(spec, asked.x)) if spec is not None else None
+        return Explanation(asked.operation, choice.plan, choice.reason, seconds, measured)
+
+    def _note_measured(self, timelines: Iterable[Timeline]) -> None:
+        """Of a trace; see `Explanation.measured`."""
+        for timeline in timelines:
+            self._measured[timeline.title] = max(timeline.seconds(rank) for rank in range(self.world))
 
     def _set_up(self, slots: int) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
@@ -499,6 +533,22 @@ def _allocate(
     store = dist.PrefixStore(f"{prefix}/slots/{next(numbers)}", ranks.get_group_store())
     timeout = timedelta(seconds=comm.timeout)
     return symmetric.allocate(size, store, ranks.rank(), ranks.size(), comm.device, timeout, comm._check)
+
+
+class _Asked(NamedTuple):
+    """A call, before anybody has chosen how it is done."""
+
+    operation: str
+    x: Tensor
+    weights: Sequence[Tensor]
+    identity: Callable[[], tuple[int, str]]  # what ranks compare of a serial call; raises what is wrong with arguments
+    keep_gathered: bool = False
+    copy_input: bool = False
+
+
+def _title(spec: _C.Spec, x: Tensor) -> str:
+    """As of the traces of such calls."""
+    return f"{spec} on x of {list(x.shape)}, {x.dtype}"
 
 
 @lru_cache(maxsize=1024)

@@ -301,7 +301,7 @@ def prepare(function: Callable, *args, **kwargs) -> Any:
     """
     if not callable(function):
         raise TypeError(f"function is a {type(function).__name__}; expected one, such as streamoverlap.all_gather_gemm")
-    if function not in _EXCHANGES:
+    if function not in EXCHANGES:
         with in_mode(Mode(prepare=True)):
             return function(*args, **kwargs)
     with in_mode(Mode(prepare=True, issue=False)):
@@ -309,7 +309,7 @@ def prepare(function: Callable, *args, **kwargs) -> Any:
     return None
 
 
-_EXCHANGES = (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce, all_gather, reduce_scatter, all_reduce)
+EXCHANGES = (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce, all_gather, reduce_scatter, all_reduce)
 
 
 def _sum_of_products(

@@ -71,22 +71,27 @@ def plan_of_text(text: str) -> PlanSpec | None:
 
 
 class Choice(NamedTuple):
-    """What ran, and why."""
+    """What ran, why, and the seconds that the simulator predicts for it, if it was asked."""
 
     plan: PlanSpec
     reason: str
+    predicted: float | None = None
 
 
-_DEFAULT = Choice(PlanSpec(), "default: one chunk, straight to its user")
+DEFAULT = Choice(PlanSpec(), "default: one chunk, straight to its user")
 _SERIAL = PlanSpec(algorithm="serial")
 
 
-def choose(plan: PlanSpec | None, fallback: str | None) -> Choice:
-    """The plan to run: what was asked for, unless the group cannot overlap at all (`fallback` says why)."""
+def given_or_forced(plan: PlanSpec | None, fallback: str | None) -> Choice | None:
+    """What was asked for, unless the group cannot overlap at all (`fallback` says why); None: it is free."""
     if fallback is not None:
         return Choice(_SERIAL, fallback)
     if plan is None:
-        return _DEFAULT
+        return None
+    validate_plan(plan)
+    return Choice(plan, "given")
+
+
+def validate_plan(plan: object) -> None:
     if not isinstance(plan, PlanSpec):
         raise TypeError(f"plan is a {type(plan).__name__}; expected streamoverlap.PlanSpec or None")
-    return Choice(plan, "given")

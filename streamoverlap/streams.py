@@ -46,6 +46,7 @@ class StreamSet:
         handles = [_handle(name, stream) for name, stream in named.items()]
         self.device = devices.pop() if devices else torch.cuda.current_device()
         self.recv_handle = handles[1]
+        self.compute_streams = len(compute)
         self._streams = named  # so that they live
         self._impl = _C.StreamSet(self.device, handles[0], handles[1], handles[2:])
 

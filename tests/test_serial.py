@@ -262,6 +262,15 @@ def test_a_serial_call_that_fails_on_one_rank_fails_on_all(shared: bool) -> None
     assert "no error" not in [kind for kind, _, _ in answers[1]]
 
 
+def settled_size() -> int:
+    """Bytes of address space, once threads have let go of the last call's tensors."""
+    sizes = [0, 1]
+    while sizes[-1] != sizes[-2]:
+        time.sleep(0.2)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    return sizes[-1]
+
+
 def run_out_of_memory(rank: int, world: int, group, name: str, gathers: bool) -> list[tuple[str, str, float]]:
     """Rank 0 cannot allocate its tensors in the second call; what every rank has of further ones."""
     with communicator(rank, group, True) as comm:
@@ -274,8 +283,7 @@ def run_out_of_memory(rank: int, world: int, group, name: str, gathers: bool) ->
         call()
         dist.barrier(group)
         if rank == 0:
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (settled_size() + (8 << 20), resource.RLIM_INFINITY))
             with pytest.raises(RuntimeError, match="allocate memory"):
                 call()
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -218,6 +218,10 @@ std::uint32_t Communicator::enter_serial(std::uint32_t signature, const std::str
   return number;
 }
 
+std::uint32_t Communicator::agree(std::uint32_t key, std::uint32_t choice, const std::string& call) {
+  return group().agree(key, choice, call, poll_);
+}
+
 void Communicator::fail_serial(std::uint32_t number, const std::string& cause) { group().fail_serial(number, cause); }
 
 void Communicator::leave_serial(std::uint32_t number) { group().leave_serial(number); }

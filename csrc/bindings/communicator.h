@@ -59,6 +59,7 @@ class Communicator {
   // A call by the group's own collective begins: throws where a peer makes another one, or the group has failed.
   // With `timeout_seconds` the watchdog watches it until it is left, or has failed. Returns its number.
   std::uint32_t enter_serial(std::uint32_t signature, const std::string& text, std::optional<double> timeout_seconds);
+  std::uint32_t agree(std::uint32_t key, std::uint32_t choice, const std::string& call);
   void fail_serial(std::uint32_t number, const std::string& cause);
   void leave_serial(std::uint32_t number);
 

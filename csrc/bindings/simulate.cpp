@@ -69,7 +69,7 @@ void register_simulate(py::module_& m) {
       .def("validate", [](const Costs& costs) { plan::validate(costs); })
       .def("gemm_seconds", [](const Costs& costs, std::int64_t rows, std::int64_t n, std::int64_t k) {
         plan::validate(costs);
-        return plan::gemm_seconds(costs, rows, n, k, false);
+        return plan::gemm_cost(costs, rows, n, k, false).seconds;
       });
   m.def("simulate", &simulate, py::arg("plans"), py::arg("costs"), py::arg("shard_rows"), py::arg("missing_rows"),
         py::arg("n"), py::arg("k"), py::arg("row_bytes"), py::arg("graph"), py::call_guard<py::gil_scoped_release>());

@@ -212,7 +212,7 @@ void Executor::issue(const Call& call, const Operands& operands, const CUDAStrea
     });
   }
 
-  group_->own().head().issued.store(++calls_, std::memory_order_relaxed);
+  group_->own().head().issued.store(++calls_, std::memory_order_release);
   ++calls;
   const Issue issue{steps,
                     operands,

@@ -87,6 +87,12 @@ class Group {
   // Slots grow for a call of this signature. Ranks whose calls differ learn of it as above, before any memory is
   // shared.
   void enter_growth(std::uint32_t signature);
+  // Where all ranks must choose alike, but each knows only a part of what the choice should follow, such as the size of
+  // its own weight: rank 0's `choice` for `key`, made once; neither may be 0. Ranks ask at the same places in the order
+  // of calls. One that is ahead of rank 0 waits for it, for the timeout at most; if rank 0 then makes another call,
+  // that is a mismatch. Returns 0, on all ranks, for keys beyond the first kChoices.
+  std::uint32_t agree(std::uint32_t key, std::uint32_t choice, const std::string& call, const Poll& poll = {});
+
   // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
   // the peer that is gone and abort.
   void watch_serial(std::uint32_t number, std::uint32_t signature, std::chrono::milliseconds timeout);

@@ -17,7 +17,7 @@
 namespace streamoverlap {
 
 inline constexpr std::uint32_t kMagic = 0x534f5650;
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 inline constexpr int kMaxSlots = 64;
 inline constexpr std::size_t kCacheLine = 64;
 
@@ -42,6 +42,9 @@ inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 // waits for it.
 inline constexpr int kSerialCalls = 256;
 // Likewise the growth of slots, for a call whose signature it is: all ranks take part, so one word will do.
+
+// What rank 0 has chosen for all ranks, by key: the key in the upper half, the choice in the lower; see Group::agree.
+inline constexpr int kChoices = 1024;
 
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
 
@@ -86,6 +89,8 @@ struct ControlHead {
 
   alignas(kCacheLine) LongWord serial[kSerialCalls];
   LongWord growth;
+
+  alignas(kCacheLine) LongWord choices[kChoices];  // used in rank 0's segment alone
 
   alignas(kCacheLine) Word abort;  // used in rank 0's segment alone
   AbortRecord record;

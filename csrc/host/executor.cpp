@@ -85,7 +85,7 @@ std::shared_ptr<Pending> Executor::issue(const Call& call, std::shared_ptr<Compu
   const std::uint64_t number = calls_++;
   const int index = static_cast<int>(number % slots_.size());
   Slot& slot = slots_[index];
-  group_->own().head().issued.store(calls_, std::memory_order_relaxed);
+  group_->own().head().issued.store(calls_, std::memory_order_release);
   wait_for(slot, call.signature);
   group_->check();
 

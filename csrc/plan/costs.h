@@ -34,9 +34,14 @@ struct Costs {
 // Throws std::invalid_argument, naming the constant that cannot be.
 void validate(const Costs&);
 
-// Of rows x k by k x n alone on the GPU. Tiles run in waves of one a multiprocessor, and the last wave takes as long as
-// the others; their shape is the one that takes least.
-double gemm_seconds(const Costs&, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates);
+struct GemmCost {
+  double seconds = 0;  // alone on the GPU
+  double share = 1;    // of the multiprocessors that it keeps busy, in the mean over its waves
+};
+
+// Of rows x k by k x n. Tiles run in waves of one a multiprocessor, and the last wave takes as long as the others;
+// their shape is the one that takes least.
+GemmCost gemm_cost(const Costs&, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates);
 double link_bandwidth(const Costs&, double bytes);
 
 }  // namespace streamoverlap::plan

@@ -23,6 +23,7 @@ struct Task {
   bool finished = false;
   double issued = 0;
   double remaining = 0;  // of its work on a shared resource, in seconds of it alone
+  double share = 1;      // of the resource that it can use
   Span span;
   std::vector<int> released;  // tasks that have got to their Wait or Await and need this one
 };
@@ -94,8 +95,9 @@ class Simulation {
     switch (task.op->kind) {
       case Kind::Gemm: {
         const std::int64_t rows = sizes_.rows(task.op->writes[0]);
-        const double alone = gemm_seconds(costs_, rows, sizes_.n, sizes_.k, task.op->reads.size() > 1);
-        return share_after(start + costs_.gemm_latency, alone - costs_.gemm_latency, id);
+        const GemmCost alone = gemm_cost(costs_, rows, sizes_.n, sizes_.k, task.op->reads.size() > 1);
+        task.share = alone.share;
+        return share_after(start + costs_.gemm_latency, alone.seconds - costs_.gemm_latency, id);
       }
       case Kind::Put:
         return share_after(start + costs_.put_latency, bytes / link_bandwidth(costs_, bytes), id);
@@ -149,15 +151,16 @@ class Simulation {
     start_next(streams_[task.stream], now);
   }
 
-  // How many share the resource that a task has the least of.
-  int sharers(const Task& task) const {
-    if (task.op->kind != Kind::Put) return engine_[task.rank];
+  // By how much others slow a task down on the resource that it has the least of. GEMMs and Reduces at once do not, as
+  // long as one runs on multiprocessors that the last waves of another leave idle.
+  double slowdown(const Task& task) const {
+    if (task.op->kind != Kind::Put) return std::max(1.0, engine_[task.rank]);
     return std::max(outgoing_[task.rank], incoming_[task.op->writes[0].rank]);
   }
 
   void count(const Task& task, int change) {
     if (task.op->kind != Kind::Put) {
-      engine_[task.rank] += change;
+      engine_[task.rank] += change * task.share;
       return;
     }
     outgoing_[task.rank] += change;
@@ -170,14 +173,14 @@ class Simulation {
     double done = std::numeric_limits<double>::infinity();
     for (std::size_t i = 0; i < sharing_.size(); ++i) {
       const Task& task = tasks_[sharing_[i]];
-      const double end = now_ + task.remaining * sharers(task);
+      const double end = now_ + task.remaining * slowdown(task);
       if (end < done) std::tie(done, first) = std::pair(end, i);
     }
     const bool event_first = !events_.empty() && events_.top().time < done;
     const double then = event_first ? events_.top().time : done;
     for (const int id : sharing_) {
       Task& task = tasks_[id];
-      task.remaining = std::max(0.0, task.remaining - (then - now_) / sharers(task));
+      task.remaining = std::max(0.0, task.remaining - (then - now_) / slowdown(task));
     }
     now_ = then;
     if (!event_first) {
@@ -218,7 +221,8 @@ class Simulation {
   std::vector<Stream> streams_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<int> sharing_;
-  std::vector<int> engine_, outgoing_, incoming_;  // tasks at work on each, by rank
+  std::vector<double> engine_;            // what the tasks at work could use of the GPU, by rank; 1 is all of it
+  std::vector<int> outgoing_, incoming_;  // tasks at work on each link, by rank
 };
 
 }  // namespace

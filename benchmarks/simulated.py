@@ -1,0 +1,72 @@
+"""What the simulator predicts beside what was measured: time over that of the GEMM alone, shape by shape.
+
+    python benchmarks/simulated.py benchmarks/results/prototype_h200.json
+    python benchmarks/simulated.py benchmarks/results/overlap.json         of `make bench ARGS='--out ...'`
+
+No GPU is needed. Both are ratios, so that the clock of the day counts for little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from overlap import PLANS
+
+import streamoverlap as so
+from streamoverlap import simulate
+
+
+def measured(result: dict) -> Iterator[tuple[so.PlanSpec, float]]:
+    """Plans of one shape and their time over that of the GEMM."""
+    if "plan" in result:
+        yield so.PlanSpec(**result["plan"]), result["overlapped_over_gemm"]
+        return
+    times = result["microseconds"]
+    for name, plan in PLANS.items():
+        if name in times:
+            yield plan, times[name] / times["gemm"]
+
+
+def predicted(result: dict, plan: so.PlanSpec, world: int, costs: simulate.Costs, options: dict) -> float:
+    operation, sizes = result["op"], (result["M"], result["N"], result["K"])
+    as_tp = result.get("as_tp")
+    spec = simulate.spec_of(plan, operation, world)
+    timeline = simulate.simulate(spec, *sizes, costs=costs, as_tp=as_tp, **options)
+    return simulate.predicted_seconds(timeline) / simulate.gemm_seconds(
+        operation, world, *sizes, costs=costs, as_tp=as_tp
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, metavar="FILE", help="results of overlap.py, or of the prototype")
+    parser.add_argument("--device", default="h200", metavar="NAME|FILE", help="whose costs (h200)")
+    parser.add_argument("--best", action="store_true", help="of each shape only the plan that was measured fastest")
+    args = parser.parse_args()
+    document = json.loads(args.path.read_text())
+    costs, world = simulate.Costs.load(args.device), document["world"]
+    dtype = getattr(torch, document.get("dtype", "bfloat16"))
+    options = {"graph": document.get("graph", False), "dtype_bytes": dtype.itemsize}
+    print(f"{document['device']}, {world} ranks; costs of {costs.device or args.device}")
+    print("| shape | plan | measured | predicted | predicted/measured |")
+    print("|---|---|---|---|---|")
+    ratios = {}
+    for result in document["results"]:
+        plans = list(measured(result))
+        for plan, time in [min(plans, key=lambda each: each[1])] if args.best else plans:
+            guess = predicted(result, plan, world, costs, options)
+            ratios[result["label"], plan.to_text()] = guess / time
+            print(f"| {result['label']} | {plan.to_text()} | {time:.2f} | {guess:.2f} | {guess / time:.2f} |")
+    errors = {key: abs(ratio - 1) for key, ratio in ratios.items()}
+    worst = max(errors, key=errors.__getitem__)
+    median = statistics.median(errors.values())
+    print(f"off by {median:.1%} in the median, at most {errors[worst]:.1%}: {', '.join(worst)}")
+
+
+if __name__ == "__main__":
+    main()
