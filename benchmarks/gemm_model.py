@@ -31,8 +31,8 @@ WEIGHTS = (
 )
 L2_BYTES = 200e6  # more than any cache, over all sets of matrices
 MULTIPLIED = 256  # rows from which on a GEMM multiplies longer than it reads: the model has no memory bandwidth
-# As kShapes of csrc/plan/costs.cpp: the large tile's rows and columns are divided by these, and K by the third.
-SHAPES = ((1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 1, 2), (1, 2, 2), (1, 2, 4), (1, 2, 8))
+# As kShapes of csrc/plan/costs.cpp: by what the large tile's rows are divided, eighths of its columns, parts of K.
+SHAPES = ((1, 8, 1), (1, 6, 1), (1, 5, 1), (1, 4, 1), (2, 4, 1), (2, 2, 1), (1, 8, 2), (1, 4, 2), (1, 4, 4), (1, 4, 8))
 
 Row = tuple[int, int, int, float]  # M, N, K, microseconds
 
@@ -91,10 +91,10 @@ def model_of(parameters: list[float], costs: simulate.Costs) -> Callable[[int, i
 
     def seconds(m: int, n: int, k: int) -> float:
         waves = math.inf
-        for (rows, columns, splits), rate in zip(SHAPES, [1.0, *rates], strict=True):
-            tile_m, tile_n = costs.tile_m // rows, costs.tile_n // columns
+        for (rows, eighths, splits), rate in zip(SHAPES, [1.0, *rates], strict=True):
+            tile_m, tile_n = costs.tile_m // rows, costs.tile_n * eighths // 8
             count = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) * splits / costs.sms)
-            waves = min(waves, count / (rows * columns * splits * rate))
+            waves = min(waves, count * eighths / (8 * rows * splits * rate))
         return latency + waves * 2 * costs.sms * costs.tile_m * costs.tile_n * k / flops
 
     return seconds
@@ -108,7 +108,7 @@ def fit(rows: list[Row], costs: simulate.Costs, steps: int) -> list[float]:
         found = errors(rows, model_of(parameters, costs))
         return statistics.mean(found) + 0.3 * max(found)
 
-    best = [0.9, 0.75, 0.55, 0.92, 0.85, 0.75, 0.6, costs.gemm_flops, costs.gemm_latency]
+    best = [*[0.8 if splits > 1 else 0.9 for _, _, splits in SHAPES[1:]], costs.gemm_flops, costs.gemm_latency]
     least = loss(best)
     for _ in range(steps):
         tried = list(best)

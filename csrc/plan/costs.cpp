@@ -26,12 +26,13 @@ std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile -
 // What cuBLASLt chooses among where large tiles would leave multiprocessors idle: smaller tiles, and parts of k that
 // are summed afterwards. The rates, relative to a wave of large tiles, are fitted to an H200: benchmarks/gemm_model.py.
 struct Shape {
-  int rows, columns;  // the large tile's are divided by these
-  int splits;         // of k
+  int rows;     // the large tile's are divided by this
+  int eighths;  // of the large tile's columns
+  int splits;   // of k
   double rate;
 };
-constexpr Shape kShapes[] = {{1, 1, 1, 1.0},  {1, 2, 1, 0.98}, {2, 2, 1, 0.75}, {2, 4, 1, 0.55},
-                             {1, 1, 2, 0.92}, {1, 2, 2, 0.85}, {1, 2, 4, 0.61}, {1, 2, 8, 0.61}};
+constexpr Shape kShapes[] = {{1, 8, 1, 1.0}, {1, 6, 1, 1.0}, {1, 5, 1, 1.0}, {1, 4, 1, 0.9},  {2, 4, 1, 0.89},
+                             {2, 2, 1, 0.9}, {1, 8, 2, 1.0}, {1, 4, 2, 0.8}, {1, 4, 4, 0.97}, {1, 4, 8, 0.5}};
 
 }  // namespace
 
@@ -72,7 +73,7 @@ GemmCost gemm_cost(const Costs& costs, std::int64_t rows, std::int64_t n, std::i
   double share = 1;
   for (const Shape& shape : kShapes) {
     const std::int64_t tile_m = std::max<std::int64_t>(1, costs.tile_m / shape.rows);
-    const std::int64_t tile_n = std::max<std::int64_t>(1, costs.tile_n / shape.columns);
+    const std::int64_t tile_n = std::max<std::int64_t>(1, costs.tile_n * shape.eighths / 8);
     const std::int64_t count = tiles(rows, tile_m) * tiles(n, tile_n) * shape.splits;
     const double work = static_cast<double>(tile_m * tile_n) / (costs.tile_m * costs.tile_n) / shape.splits;
     const std::int64_t waves = tiles(count, costs.sms);
