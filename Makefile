@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 GPUS ?= 2
 RANKS ?= 2
 
@@ -36,8 +37,9 @@ help: ## this list
 
 build: $(BUILT) ## the extension, in place, and .venv with all it needs
 
+# Ranks mostly wait for each other, so two files at once take little longer than one; those for GPUs go one by one.
 test: $(BUILT) ## the whole test suite; GPU tests are skipped where there are fewer GPUs than they need
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(BUILT) ## the tests that need GPUs
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -70,9 +70,8 @@ def predicted(shape: Shape, plan: PlanSpec, graph: bool = False) -> float:
     options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize, "graph": graph}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
-    # Not pruned, which takes longer than all else; what is pruned costs some microseconds at most.
-    ranks = _C.build_all(simulate.spec_of(plan, shape.operation, shape.world))
-    return simulate.predicted_seconds(simulate.simulate(ranks, *shape.sizes(), **options))
+    spec = simulate.spec_of(plan, shape.operation, shape.world)
+    return simulate.predicted_seconds(simulate.simulate(spec, *shape.sizes(), **options))
 
 
 @lru_cache(maxsize=256)

@@ -232,7 +232,7 @@ def simulate(
     if isinstance(dtype_bytes, bool) or not isinstance(dtype_bytes, int) or dtype_bytes < 1:
         raise ValueError(f"dtype_bytes is {dtype_bytes!r}; expected an integer of at least 1")
     if isinstance(spec, plans.Spec):
-        ranks = plans.build_spec(spec)
+        ranks = _C.prune_implied(_C.build_all(spec))
     else:
         ranks = list(spec)
         if not ranks:

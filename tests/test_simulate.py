@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from streamoverlap import calibrate, plans, simulate
+from streamoverlap import _C, calibrate, plans, simulate
 from streamoverlap.__main__ import main
 from streamoverlap.plans import Flag, Op, Plan, Region, Spec
 from streamoverlap.simulate import Costs
@@ -354,3 +354,11 @@ def _wait() -> Op:
 def _simulated(ranks: list[Plan], costs: Costs, shard_rows: int = M // 2) -> Timeline:
     times = simulate._C.simulate(ranks, costs.compiled(), shard_rows, 0, N // 2, K, K * 2, True)
     return Timeline(tuple(ranks), tuple(map(tuple, times)), "by hand")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_simulated_is_what_runs(world: int) -> None:
+    """Of plans, that is: the quick way to prune finds all that asking the checker finds."""
+    for spec in plans.variants(world, chunks=(1, 2), compute_streams=(1, 2)):
+        built = plans.build_spec(spec, pruned=False)
+        assert _C.prune_implied(built) == plans.build_spec(spec), spec

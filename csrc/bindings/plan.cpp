@@ -183,6 +183,7 @@ void register_plan(py::module_& m) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   m.def("build_all", &plan::build_all, py::arg("spec"), released);
   m.def("prune", &plan::prune, py::arg("plans"), released);
+  m.def("prune_implied", &plan::prune_implied, py::arg("plans"), released);
   m.def("check", &plan::check, py::arg("plans"), released);
   m.def("check_sequence", &plan::check_sequence, py::arg("calls"), released);
   m.def(

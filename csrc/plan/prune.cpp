@@ -29,9 +29,7 @@ class Pruner {
         seen_(graph_.nodes.size(), 0) {
     Report report;
     order_ = order_of(graph_, report);
-    clocks_.compute(order_);
     local_.compute(order_);
-    list_requirements();
   }
 
   void drop_implied() {
@@ -46,11 +44,13 @@ class Pruner {
       for (const int node : implied) drop(node, true);
       local_.compute(order_, &dropped_);
     }
-    clocks_.compute(order_, &dropped_);
   }
 
   void drop_unneeded() {
     if (!aligned()) return;
+    clocks_.compute(order_);
+    list_requirements();
+    clocks_.compute(order_, &dropped_);
     const auto count = static_cast<int>(calls_[0][0].ops.size());
     for (int op = 0; op < count; ++op) {
       const int node = node_of(0, op);
@@ -212,6 +212,12 @@ class Pruner {
 };
 
 }  // namespace
+
+std::vector<Plan> prune_implied(const std::vector<Plan>& plans) {
+  Pruner pruner(plans);
+  pruner.drop_implied();
+  return pruner.result();
+}
 
 std::vector<Plan> prune(std::vector<Plan> plans) {
   const std::vector<Fault> faults = check(plans);
