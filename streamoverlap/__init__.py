@@ -26,6 +26,7 @@ from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet, use_streams
 from streamoverlap.styles import ColwiseParallel, RowwiseParallel
 from streamoverlap.tracing import trace
+from streamoverlap.tuner import Tuned, tune
 from streamoverlap.work import Work
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "StreamSet",
+    "Tuned",
     "Work",
     "__version__",
     "all_gather",
@@ -53,5 +55,6 @@ __all__ = [
     "sharded_state_dict",
     "sync_sequence_parallel_grads",
     "trace",
+    "tune",
     "use_streams",
 ]

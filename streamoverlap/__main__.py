@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from streamoverlap import __version__
-from streamoverlap.cli import check, demo, doctor, plan, simulate, trace
+from streamoverlap.cli import check, demo, doctor, plan, simulate, trace, tune
 from streamoverlap.cli.usage import Parser, UsageError
 
 _DESCRIPTION = """\
@@ -23,6 +23,7 @@ examples:
   streamoverlap plan all_gather_gemm --world 4 --rank 0    read a plan
   streamoverlap check --world 1-16                         check every plan there is
   streamoverlap simulate --world 8 --shape 8192,57344,8192 predict times of its plans
+  streamoverlap tune --shapes shapes.json                  measure plans, keep the fastest for later runs
   streamoverlap trace --out call.png                       run an op, show when each part of it ran
   streamoverlap doctor                                     look at this machine: what works, what is missing
 """
@@ -40,7 +41,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"streamoverlap {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (demo, plan, check, simulate, trace, doctor):
+    for module in (demo, plan, check, simulate, tune, trace, doctor):
         module.add_parser(commands)
     return parser
 

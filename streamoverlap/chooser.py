@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from streamoverlap import _C, simulate
+from streamoverlap.intercept import Asked
 from streamoverlap.spec import ALGORITHMS, DEFAULT, REDUCTIONS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
@@ -20,6 +21,7 @@ _COSTS = "h200"  # there are no others yet
 _RATES = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 0.07, torch.float64: 0.07}
 _STEPS = 4  # of rows an octave: token counts that change from call to call are not each simulated
 _MOST_KNOWN = 4096  # shapes
+_TUNE = 0xFFFFFFFF  # what ranks agree on where all of them are to measure
 
 
 class Shape(NamedTuple):
@@ -75,75 +77,111 @@ def predicted(shape: Shape, plan: PlanSpec, graph: bool = False) -> float:
 
 
 @lru_cache(maxsize=256)
-def fastest(shape: Shape) -> Choice:
-    """Of the overlapped plans worth trying. `serial`, whose cost nobody has measured, must be asked for."""
+def ranked(shape: Shape) -> list[tuple[float, PlanSpec]]:
+    """Predicted seconds of the overlapped plans worth trying, the fastest first."""
     tried = [
         plan
         for plan in simulate.candidates(shape.operation)
         if shape.world * plan.chunks <= _C.MAX_CHUNKS and plan.compute_streams <= shape.compute_streams
     ]
-    seconds, plan = min(((predicted(shape, plan), plan) for plan in tried), key=lambda each: each[0])
+    return sorted(((predicted(shape, plan), plan) for plan in tried), key=lambda each: each[0])
+
+
+def fastest(shape: Shape) -> Choice:
+    """As predicted. `serial`, whose cost nobody has measured, must be asked for."""
+    ranking = ranked(shape)
+    seconds, plan = ranking[0]
     m, n, k = shape.sizes()
     sizes = f"M={m} N={n} K={k}" if "gemm" in shape.operation else f"{m} rows of {max(n, k)}"
-    return Choice(plan, f"simulated: the fastest of {len(tried)} plans for {sizes}, with costs of {_COSTS}", seconds)
+    return Choice(plan, f"simulated: the fastest of {len(ranking)} plans for {sizes}, with costs of {_COSTS}", seconds)
+
+
+def measured(seconds: float, serial_seconds: float | None, plan: PlanSpec) -> Choice:
+    serial = "" if serial_seconds is None else f"; serial {1e6 * serial_seconds:,.1f} us"
+    return Choice(plan, f"measured: {1e6 * seconds:,.1f} us{serial}", measured=seconds)
 
 
 class Chooser:
-    """Chooses for the calls of one communicator on CUDA.
+    """Chooses for the calls of one communicator.
 
     Args:
         world: its size.
         agree: given a key, this rank's choice and a text for messages, gives rank 0's choice for all of them.
+        look_up: what this rank's table has for a shape and its weights.
+        tune: measures, together with all other ranks.
+        tunes: whether it is to be done where nothing is measured yet; only rank 0's counts.
+        simulates: else one chunk, straight to its user, where nothing is measured.
     """
 
-    def __init__(self, world: int, agree: Callable[[int, int, str], int]) -> None:
+    def __init__(
+        self,
+        world: int,
+        agree: Callable[[int, int, str], int],
+        look_up: Callable[[Shape, Sequence[Tensor]], Choice | None],
+        tune: Callable[[Asked], Choice],
+        tunes: Callable[[], bool],
+        simulates: bool,
+    ) -> None:
         self._world = world
         self._agree = agree
+        self._look_up = look_up
+        self._tune = tune
+        self._tunes = tunes
+        self._simulates = simulates
         self._known: dict[tuple, Choice] = {}
+        self._found: dict[tuple, Choice] = {}  # measured by this process, by what all ranks know of a shape
 
-    def choose(
-        self,
-        operation: str,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        validate: Callable[[], object],
-        compute_streams: int,
-        settle: bool,
-    ) -> Choice:
-        """For one call.
-
-        Args:
-            operation, x, weights: its own.
-            validate: raises what is wrong with its arguments.
-            compute_streams: that it has, as many on all ranks.
-            settle: else a choice that is not agreed on yet is this rank's alone.
-        """
-        key = (operation, x.dtype, x.shape, compute_streams, *[weight.shape for weight in weights])
+    def choose(self, asked: Asked, settle: bool) -> Choice:
+        """For one call. Without `settle`, a choice that is not agreed on yet is this rank's alone."""
+        x, weights = asked.x, asked.weights
+        key = (asked.operation, x.dtype, x.shape, asked.compute_streams, *[weight.shape for weight in weights])
         if (choice := self._known.get(key)) is not None:
             return choice
-        validate()
+        asked.identity()  # raises what is wrong with the arguments
         if x.numel() == 0:
             return DEFAULT
-        shape = shape_of(operation, self._world, x, weights)._replace(compute_streams=compute_streams).bucket()
-        choice = fastest(shape)
-        if self._world > 1:
+        shape = self.bucket(asked)
+        choice = self._found.get(shape.shared())
+        if choice is None:
+            choice = self._look_up(shape, weights) or self._unmeasured(shape)
             if not settle:
                 return choice
-            choice = self._settle(shape, choice)
+            choice = self._settle(asked, shape, choice)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[key] = choice
         return choice
 
-    def _settle(self, shape: Shape, choice: Choice) -> Choice:
-        shared = repr(shape.shared())
-        code = self._agree(zlib.crc32(shared.encode()) or 1, _code(choice.plan), f"{shape.operation} of {shared}")
+    def bucket(self, asked: Asked) -> Shape:
+        shape = shape_of(asked.operation, self._world, asked.x, asked.weights)
+        return shape._replace(compute_streams=asked.compute_streams).bucket()
+
+    def found(self, asked: Asked, choice: Choice) -> None:
+        """From here on `choice` holds for calls like this. On all ranks alike."""
+        self._found[self.bucket(asked).shared()] = choice
+        self._known.clear()
+
+    @property
+    def has_found(self) -> bool:
+        return bool(self._found)
+
+    def _unmeasured(self, shape: Shape) -> Choice:
+        return fastest(shape) if self._simulates else DEFAULT
+
+    def _settle(self, asked: Asked, shape: Shape, choice: Choice) -> Choice:
+        capturing = asked.x.is_cuda and torch.cuda.is_current_stream_capturing()
+        code = _TUNE if self._tunes() and choice.measured is None and not capturing else _code(choice.plan)
+        if self._world > 1:
+            shared = repr(shape.shared())
+            code = self._agree(zlib.crc32(shared.encode()) or 1, code, f"{shape.operation} of {shared}")
         if code == 0:
             return DEFAULT._replace(reason="default: there were too many shapes for ranks to agree on a plan for each")
+        if code == _TUNE:
+            return self._tune(asked)
         plan = _plan(code)
         if plan == choice.plan:
             return choice
-        return Choice(plan, "simulated: rank 0 chose it, whose weight has another size", predicted(shape, plan))
+        return Choice(plan, "rank 0 chose it, whose weight, or whose table of measured plans, is another one")
 
 
 @lru_cache

@@ -9,27 +9,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
-from streamoverlap.call import Call
-from streamoverlap.chooser import Chooser, predicted, shape_of
+from streamoverlap.call import Call, Mode, in_mode
 from streamoverlap.errors import CommunicatorError
-from streamoverlap.explain import Explained, Explanation, is_explaining
 from streamoverlap.follow import FollowOnCpu
+from streamoverlap.intercept import Asked, Intercepted, is_intercepting
 from streamoverlap.meeting import Meeting, attempt, first_error
 from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
-from streamoverlap.spec import DEFAULT, SUMS_OF_PRODUCTS, Choice, PlanSpec, given_or_forced
+from streamoverlap.plan_source import PlanSource
+from streamoverlap.spec import SUMS_OF_PRODUCTS, Choice, PlanSpec
 from streamoverlap.streams import StreamSet, choose_streams
-from streamoverlap.timeline import Timeline
 from streamoverlap.work import Work, seconds_of
 
 _log = logging.getLogger("streamoverlap")
@@ -89,6 +88,11 @@ class Communicator:
         report_path: a file of this rank's own. If the group fails, its watchdog adds to it what it saw of all ranks:
             calls, missing flags, signs of life. The first error has the same as `CommunicatorError.report`, and the
             logger ``streamoverlap`` gets it.
+        tuning: where plans of calls without one come from, and algorithms of products on CUDA. ``"table"``: what was
+            measured before, see `streamoverlap.tune`, and where nothing was, the simulator (on the CPU the default
+            plan); ``"first-use"``: what was measured before, else the first call of a shape measures, and rank 0 saves
+            it; ``"off"``: nothing that was measured, so that results are the same bit for bit from run to run. None is
+            ``"table"`` on CUDA, ``"off"`` on the CPU. Rank 0's holds for all.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `group` does not have this rank.
@@ -108,6 +112,7 @@ class Communicator:
         timeout: float | timedelta = _DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
         report_path: str | Path | None = None,
+        tuning: str | None = None,
         _slots: int = 2,  # for tests: with one, every call follows the last one on the same slot
     ) -> None:
         if not isinstance(report_path, str | Path | None):
@@ -125,13 +130,13 @@ class Communicator:
         self._error: CommunicatorError | None = None  # where there is no shared memory to keep it in
         self._serial_calls = itertools.count(1)
         self._serial_made = 0
-        self._measured: dict[str, float] = {}  # seconds, by the title of a traced call
         self._impl: _C.Communicator | None = None
         reference = weakref.ref(self)
         self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
-        self._chooser = Chooser(self.world, lambda *choice: reference()._open().agree(*choice))
+        self._plans = PlanSource(self, tuning)
         with _set_up_lock(group, self.device_type):
             self._fallback = self._set_up(_slots)
+        self._plans.load()
         if report_path is not None and self._connected:
             self._impl.set_report_path(str(report_path))
         if self._fallback is None:
@@ -180,12 +185,12 @@ class Communicator:
     ) -> tuple[list[Tensor], Tensor | None] | Work:
         """As `streamoverlap.all_gather_gemm`, on lists; so are the methods below, and so their keyword arguments."""
         identity = partial(_C.validate_all_gather_gemm, x, weights, biases, self.world)
-        call = self._call(_Asked("all_gather_gemm", x, weights, identity, return_gathered), plan, **options)
+        every_bias = biases or [None] * len(weights)
+        call = self._call(Asked("all_gather_gemm", x, weights, every_bias, identity, return_gathered), plan, **options)
         if call.overlapped:
             *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, call.spec, call.options)
             return call.finish(tuple(result), work)
         on = self._enter_serial(identity(), call)
-        every_bias = list(biases) or [None] * len(weights)
 
         def start() -> serial.Started:
             wait, finish = serial.all_gather_gemm(x, weights, every_bias, on)
@@ -218,7 +223,7 @@ class Communicator:
         self, operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
     ) -> Tensor | Work:
         identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world)
-        call = self._call(_Asked(operation, x, (weight,), identity), plan, **options)
+        call = self._call(Asked(operation, x, (weight,), (bias,), identity), plan, **options)
         if call.overlapped:
             return call.finish(*getattr(call.impl, operation)(x, weight, bias, call.spec, call.options))
         on = self._enter_serial(identity(), call)
@@ -231,7 +236,7 @@ class Communicator:
     ) -> Tensor | Work:
         """A plain collective, which has the same name everywhere."""
         identity = partial(getattr(_C, f"validate_{operation}"), x, self.world)
-        call = self._call(_Asked(operation, x, (), identity, copy_input=copy_input), plan, **options)
+        call = self._call(Asked(operation, x, (), (), identity, copy_input=copy_input), plan, **options)
         if call.overlapped:
             return call.finish(*getattr(call.impl, operation)(x, call.spec, call.options))
         on = self._enter_serial(identity(), call)
@@ -415,7 +420,7 @@ class Communicator:
 
     def _call(
         self,
-        asked: _Asked,
+        asked: Asked,
         plan: PlanSpec | None,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
@@ -426,45 +431,37 @@ class Communicator:
             raise ValueError(f"x is on {device}; expected {self.device}, the device of this communicator")
         impl = self._open()
         self._check()
-        choice = self._choose(asked, plan, streams)
-        spec = None
-        if choice.plan.algorithm != "serial":
-            spec = _spec(asked.operation, choice.plan, self.world, asked.keep_gathered, asked.copy_input)
-        if is_explaining():
-            raise Explained(self._explain(asked, choice, spec))
-        self.last_choice = choice
-        return Call(impl, spec, self.device, self._follow, async_op, timeout, streams)
+        asked = asked._replace(streams=choose_streams(streams, self.device_type))
+        if is_intercepting():
+            raise Intercepted(self, asked, plan)
+        self.last_choice = choice = self._plans.choose(asked, plan)
+        return Call(impl, self._spec_of(asked, choice.plan), self.device, self._follow, async_op, timeout, streams)
 
-    def _choose(self, asked: _Asked, plan: PlanSpec | None, streams: StreamSet | None) -> Choice:
-        if (choice := given_or_forced(plan, self._fallback)) is not None:
-            return choice
-        if self.device_type == "cpu":
-            return DEFAULT
-        given = choose_streams(streams, self.device_type)
-        compute_streams = _C.MAX_COMPUTE_STREAMS if given is None else given.compute_streams
-        return self._chooser.choose(*asked[:4], compute_streams, settle=not is_explaining())
+    def _spec_of(self, asked: Asked, plan: PlanSpec) -> _C.Spec | None:
+        if plan.algorithm == "serial":
+            return None
+        return _spec(asked.operation, plan, self.world, asked.keep_gathered, asked.copy_input)
 
-    def _explain(self, asked: _Asked, choice: Choice, spec: _C.Spec | None) -> Explanation:
-        asked.identity()
-        seconds = choice.predicted
-        if seconds is None and self.device_type == "cuda" and asked.x.numel() > 0:
-            seconds = predicted(shape_of(asked.operation, self.world, asked.x, asked.weights), choice.plan)
-        measured = self._measured.get(_title(spec, asked.x)) if spec is not None else None
-        return Explanation(asked.operation, choice.plan, choice.reason, seconds, measured)
-
-    def _note_measured(self, timelines: Iterable[Timeline]) -> None:
-        """Of a trace; see `Explanation.measured`."""
-        for timeline in timelines:
-            self._measured[timeline.title] = max(timeline.seconds(rank) for rank in range(self.world))
+    def _again(self, asked: Asked, plan: PlanSpec) -> object:
+        """Makes a call that was asked for, with that plan."""
+        options: dict[str, Any] = {"plan": plan, "streams": asked.streams}
+        with in_mode(Mode()):
+            if asked.operation == "all_gather_gemm":
+                gathers = asked.keep_gathered
+                return self.all_gather_gemm(asked.x, asked.weights, asked.biases, gathers, **options)
+            if asked.weights:
+                return getattr(self, asked.operation)(asked.x, asked.weights[0], asked.biases[0], **options)
+            return getattr(self, asked.operation)(asked.x, copy_input=asked.copy_input, **options)
 
     def _set_up(self, slots: int) -> str | None:
         """Connects the ranks; returns why they cannot overlap, the same on all of them, or None."""
-        hello: dict[str, Any] = {}
+        hello: dict[str, Any] = {"tuning": self._plans.tuning}
         hello["error"] = attempt(lambda: hello.update(self._make(slots)))
         meeting = Meeting(self.group, f"streamoverlap/{self.device_type}", hello, self._timeout)
         ranks = meeting.hellos
         if (failure := first_error(entry["error"] for entry in ranks)) is not None:
             raise RuntimeError(f"could not set up the communicator of group '{self.name}': {failure}")
+        self._plans.tuning = ranks[0]["tuning"]
         hosts = {entry["host"] for entry in ranks}
         if len(hosts) > 1:
             return f"its {self.world} ranks are on {len(hosts)} hosts and share no memory"
@@ -533,22 +530,6 @@ def _allocate(
     store = dist.PrefixStore(f"{prefix}/slots/{next(numbers)}", ranks.get_group_store())
     timeout = timedelta(seconds=comm.timeout)
     return symmetric.allocate(size, store, ranks.rank(), ranks.size(), comm.device, timeout, comm._check)
-
-
-class _Asked(NamedTuple):
-    """A call, before anybody has chosen how it is done."""
-
-    operation: str
-    x: Tensor
-    weights: Sequence[Tensor]
-    identity: Callable[[], tuple[int, str]]  # what ranks compare of a serial call; raises what is wrong with arguments
-    keep_gathered: bool = False
-    copy_input: bool = False
-
-
-def _title(spec: _C.Spec, x: Tensor) -> str:
-    """As of the traces of such calls."""
-    return f"{spec} on x of {list(x.shape)}, {x.dtype}"
 
 
 @lru_cache(maxsize=1024)

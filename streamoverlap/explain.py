@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from streamoverlap.intercept import intercept
 from streamoverlap.spec import PlanSpec
-
-_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -22,11 +19,11 @@ class Explanation:
     Attributes:
         operation: its name.
         plan: what it runs.
-        reason: why: given; simulated; default; or why the group runs serial whatever is asked for.
+        reason: why: given; measured; simulated; default; or why the group runs serial whatever is asked for.
         predicted: seconds, as simulated with the costs of an H200 for calls on CUDA; None on the CPU, of which there
             are no costs, and of a call without data.
-        measured: seconds of the last such call in a `streamoverlap.trace` of this group, of its slowest rank; None
-            where there was none. Tracing itself takes some microseconds.
+        measured: seconds of its slowest rank in the last `streamoverlap.trace` of this group that had such a call, else
+            as `streamoverlap.tune` measured it; None where nobody has. Tracing itself takes some microseconds.
     """
 
     operation: str
@@ -41,26 +38,6 @@ class Explanation:
             for name, seconds in (("predicted", self.predicted), ("measured", self.measured))
         ]
         return f"{self.operation}: {self.plan}\n  why: {self.reason}\n  time: {', '.join(times)}"
-
-
-class Explained(Exception):  # noqa: N818  no error
-    """Ends a call that is explained and not made."""
-
-    def __init__(self, explanation: Explanation) -> None:
-        self.explanation = explanation
-
-
-def is_explaining() -> bool:
-    return getattr(_thread, "explaining", False)
-
-
-@contextmanager
-def _explaining() -> Iterator[None]:
-    _thread.explaining = True
-    try:
-        yield
-    finally:
-        _thread.explaining = False
 
 
 def explain(function: Callable, *args: Any, **options: Any) -> Explanation:
@@ -81,14 +58,6 @@ def explain(function: Callable, *args: Any, **options: Any) -> Explanation:
     Example:
         >>> print(so.explain(so.all_gather_gemm, x, weight, group))
     """
-    from streamoverlap.ops import EXCHANGES  # which imports the communicator, which imports this
-
-    if function not in EXCHANGES:
-        names = ", ".join(op.__name__ for op in EXCHANGES)
-        raise TypeError(f"function is {getattr(function, '__name__', function)!r}; expected one of {names}")
-    try:
-        with torch.no_grad(), _explaining():
-            function(*args, **options)
-    except Explained as ended:
-        return ended.explanation
-    raise AssertionError("a call was made that was to be explained")
+    with torch.no_grad():  # whether gradients are recorded changes nothing of what is told
+        communicator, asked, plan = intercept(function, args, options)
+        return communicator._plans.explain(asked, plan)

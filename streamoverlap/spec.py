@@ -71,11 +71,12 @@ def plan_of_text(text: str) -> PlanSpec | None:
 
 
 class Choice(NamedTuple):
-    """What ran, why, and the seconds that the simulator predicts for it, if it was asked."""
+    """What ran, and why; the seconds that the simulator predicts for it, or that it was measured to take, if known."""
 
     plan: PlanSpec
     reason: str
     predicted: float | None = None
+    measured: float | None = None
 
 
 DEFAULT = Choice(PlanSpec(), "default: one chunk, straight to its user")

@@ -64,7 +64,7 @@ class Trace:
         # A rank that makes other calls fails in them; a thread that still makes calls may have made more.
         timelines = [_timeline(calls) for calls in zip(*ranks, strict=False)]
         self.timelines = [timeline for timeline in timelines if timeline is not None]
-        self._communicator._note_measured(self.timelines)
+        self._communicator._plans.note_traced(self.timelines)
         self.failed_calls = len(timelines) - len(self.timelines)
         if self._group.rank() != 0:
             return

@@ -11,6 +11,7 @@ from ranks import Pools
 import streamoverlap as so
 from streamoverlap import chooser, simulate
 from streamoverlap.chooser import Chooser, Shape
+from streamoverlap.intercept import Asked
 from streamoverlap.plans import OPERATIONS
 from streamoverlap.spec import DEFAULT
 
@@ -68,56 +69,80 @@ def test_shapes_are_those_of_the_call() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_choice_travels_as_a_number(operation: str) -> None:
-    for plan in simulate.candidates(operation):
+    for plan in [so.PlanSpec("serial"), *simulate.candidates(operation)]:
         assert 0 < chooser._code(plan) < 2**32 and chooser._plan(chooser._code(plan)) == plan
 
 
-class Asked:
+class Agreed:
     """Stands for the group's table; `answer` for what rank 0 has chosen, None for this rank's own choice."""
 
-    def __init__(self, answer: int | None) -> None:
+    def __init__(self, answer: int | None = None) -> None:
         self.answer, self.keys = answer, []
 
     def __call__(self, key: int, choice: int, call: str) -> int:
         self.keys.append(key)
         return choice if self.answer is None else self.answer
 
-    def choose(self, made: Chooser, rows: int, n: int = 512, settle: bool = True):
-        x, weight = torch.empty(rows, 256, dtype=torch.bfloat16), torch.empty(n, 256, dtype=torch.bfloat16)
-        return made.choose("all_gather_gemm", x, [weight], lambda: None, 3, settle)
+
+TUNED = so.PlanSpec("ring", 4)
+
+
+def chooser_of(world: int, agreed: Agreed, table: bool = False, tunes: bool = False, simulates: bool = True) -> Chooser:
+    found = chooser.measured(1e-4, None, TUNED)
+    return Chooser(world, agreed, lambda *_: found if table else None, lambda _: found, lambda: tunes, simulates)
+
+
+def asked_for(rows: int, n: int = 512) -> Asked:
+    x, weight = torch.empty(rows, 256, dtype=torch.bfloat16), torch.empty(n, 256, dtype=torch.bfloat16)
+    return Asked("all_gather_gemm", x, [weight], [None], lambda: (0, ""))
 
 
 def test_ranks_are_asked_once_a_shape_and_by_what_all_of_them_know() -> None:
-    asked = Asked(None)
-    made = Chooser(2, asked)
-    first = asked.choose(made, 1000)
-    assert asked.choose(made, 1000) == first and len(asked.keys) == 1
-    asked.choose(made, 1001)  # of the same bucket
-    asked.choose(made, 1000, n=640)  # a weight of another size
-    assert len(set(asked.keys)) == 1
-    asked.choose(made, 2000)
-    assert len(set(asked.keys)) == 2
+    agreed = Agreed()
+    made = chooser_of(2, agreed)
+    first = made.choose(asked_for(1000), settle=True)
+    assert made.choose(asked_for(1000), settle=True) == first and len(agreed.keys) == 1
+    made.choose(asked_for(1001), settle=True)  # of the same bucket
+    made.choose(asked_for(1000, n=640), settle=True)  # a weight of another size
+    assert len(set(agreed.keys)) == 1
+    made.choose(asked_for(2000), settle=True)
+    assert len(set(agreed.keys)) == 2
 
 
 def test_what_rank_0_has_chosen_is_taken() -> None:
     other = so.PlanSpec("ring", 8)
-    asked = Asked(chooser._code(other))
-    choice = asked.choose(Chooser(2, asked), 1000)
-    assert choice.plan == other and "rank 0" in choice.reason and choice.predicted > 0
-    full = Asked(0)
-    assert full.choose(Chooser(2, full), 1000).plan == DEFAULT.plan
-    untold = Asked(None)
-    assert untold.choose(Chooser(2, untold), 1000, settle=False).predicted > 0 and not untold.keys
-    alone = Asked(None)
-    assert alone.choose(Chooser(1, alone), 1000).predicted > 0 and not alone.keys
+    choice = chooser_of(2, Agreed(chooser._code(other))).choose(asked_for(1000), settle=True)
+    assert choice.plan == other and "rank 0" in choice.reason
+    assert chooser_of(2, Agreed(0)).choose(asked_for(1000), settle=True).plan == DEFAULT.plan
+    untold = Agreed()
+    assert chooser_of(2, untold).choose(asked_for(1000), settle=False).predicted > 0 and not untold.keys
+    alone = Agreed()
+    assert chooser_of(1, alone).choose(asked_for(1000), settle=True).predicted > 0 and not alone.keys
+
+
+def test_what_was_measured_comes_before_what_is_predicted() -> None:
+    choice = chooser_of(2, Agreed(), table=True).choose(asked_for(1000), settle=True)
+    assert choice.plan == TUNED and choice.measured == 1e-4 and choice.reason.startswith("measured: 100.0 us")
+    assert chooser_of(2, Agreed(), simulates=False).choose(asked_for(1000), settle=True) == DEFAULT
+    agreed = Agreed()
+    tuning = chooser_of(2, agreed, tunes=True, simulates=False)
+    assert tuning.choose(asked_for(1000), settle=True).plan == TUNED
+    also = chooser_of(2, Agreed(chooser._TUNE))  # rank 0 wants it measured
+    assert also.choose(asked_for(1000), settle=True).plan == TUNED
+    later = chooser_of(2, agreed)
+    later.choose(asked_for(1000), settle=True)
+    later.found(asked_for(1000), chooser.measured(1e-4, 2e-4, TUNED))
+    assert later.choose(asked_for(1000), settle=True).reason == "measured: 100.0 us; serial 200.0 us"
+    assert later.choose(asked_for(3000), settle=True).plan != TUNED
 
 
 def test_arguments_are_validated_before_anything_is_simulated() -> None:
     def refuse() -> None:
         raise ValueError("x is wrong")
 
+    wrong = Asked("all_gather_gemm", torch.empty(()), [torch.empty(())], [None], refuse)
     with pytest.raises(ValueError, match="x is wrong"):
-        Chooser(2, Asked(None)).choose("all_gather_gemm", torch.empty(()), [torch.empty(())], refuse, 3, True)
+        chooser_of(2, Agreed()).choose(wrong, settle=True)
 
 
 def agree(rank: int, world: int, group) -> list[int]:

@@ -1,6 +1,7 @@
 // Where a communicator's plans run: CPU threads or CUDA streams.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +26,13 @@ struct SlotMemory {
 };
 using AllocateSlots = std::function<SlotMemory(std::int64_t bytes)>;
 
+// An algorithm for one product; see cuda::GemmCache. Seconds where it was measured, else 0.
+struct TunedGemm {
+  std::array<std::int64_t, 8> key;
+  int algorithm = 0;
+  double seconds = 0, first_seconds = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -47,6 +55,11 @@ class Backend {
   // ended.
   virtual void start_traces() {}
   virtual void finish_traces() {}
+
+  // While tuning, products of new calls are measured with every algorithm there is.
+  virtual void set_tuning(bool) {}
+  virtual std::vector<TunedGemm> measured_gemms() const { return {}; }
+  virtual void prefer_gemms(const std::vector<TunedGemm>&) {}
 
   // For tests: called before every op, with the number of the call.
   virtual void set_before_op(std::function<void(const plan::Op&, std::uint64_t)> hook) = 0;

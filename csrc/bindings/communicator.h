@@ -86,6 +86,10 @@ class Communicator {
   std::vector<std::shared_ptr<CallTrace>> stop_trace();
   void finish_traces();
 
+  void set_tuning(bool on) { backend().set_tuning(on); }
+  std::vector<TunedGemm> measured_gemms() { return backend().measured_gemms(); }
+  void prefer_gemms(const std::vector<TunedGemm>& gemms) { backend().prefer_gemms(gemms); }
+
  private:
   Group& group() const;
   Backend& backend() const;

@@ -249,6 +249,23 @@ void register_communicator(py::module_& m) {
       .def("start_trace", released(&Communicator::start_trace))
       .def("stop_trace", released(&Communicator::stop_trace))
       .def("finish_traces", released(&Communicator::finish_traces))
+      .def("set_tuning", released(&Communicator::set_tuning), py::arg("on"))
+      .def("measured_gemms",
+           [](Communicator& self) {  // (key, algorithm, seconds, seconds of cuBLASLt's own choice)
+             std::vector<std::tuple<std::array<std::int64_t, 8>, int, double, double>> gemms;
+             for (const TunedGemm& gemm : self.measured_gemms()) {
+               gemms.emplace_back(gemm.key, gemm.algorithm, gemm.seconds, gemm.first_seconds);
+             }
+             return gemms;
+           })
+      .def(
+          "prefer_gemms",
+          [](Communicator& self, const std::vector<std::pair<std::array<std::int64_t, 8>, int>>& gemms) {
+            std::vector<TunedGemm> tuned;
+            for (const auto& [key, algorithm] : gemms) tuned.push_back({key, algorithm, 0, 0});
+            self.prefer_gemms(tuned);
+          },
+          py::arg("gemms"))
       .def(
           "set_test_hook",
           [](Communicator& self, std::uint64_t seed, double max_delay_ms, std::vector<std::string> streams,

@@ -76,6 +76,21 @@ std::int64_t Executor::slot_bytes(Lane::Use use) const {
   return lane(use).slot_bytes();
 }
 
+void Executor::set_tuning(bool on) {
+  const std::lock_guard<std::mutex> lock(issue_);
+  resources_->gemms.set_tuning(on);
+}
+
+GemmCache::Choices Executor::measured_gemms() const {
+  const std::lock_guard<std::mutex> lock(issue_);
+  return resources_->gemms.measured();
+}
+
+void Executor::prefer_gemms(const GemmCache::Choices& choices) {
+  const std::lock_guard<std::mutex> lock(issue_);
+  resources_->gemms.prefer(choices);
+}
+
 bool Executor::is_idle() const {
   const std::unique_lock<std::mutex> lock(issue_, std::try_to_lock);
   if (!lock) return false;  // a call is about to be issued, and may wait for the streams

@@ -69,6 +69,11 @@ class Executor {
   void start_traces();
   void finish_traces();
 
+  // Of products that are prepared from here on; see GemmCache.
+  void set_tuning(bool on);
+  GemmCache::Choices measured_gemms() const;
+  void prefer_gemms(const GemmCache::Choices& choices);
+
   const StreamSet& streams(Lane::Use use) const { return lane(use).streams(); }  // the private set
 
  private:

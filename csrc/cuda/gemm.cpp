@@ -5,6 +5,7 @@
 #include <string>
 
 #include "check.h"
+#include "graph_timer.h"
 #include "reduce.h"
 
 namespace streamoverlap::cuda {
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kCandidates = 8;
 constexpr std::uint32_t kMaxAlignment = 16;  // bytes; no kernel asks for more
+constexpr int kProducts = 8;                 // in a measurement
 
 struct Types {
   cudaDataType_t data;
@@ -87,8 +89,8 @@ Gemm::Matrix Gemm::matrix(cudaDataType_t type, std::int64_t rows, std::int64_t c
 // cuBLAS is column-major, so it is given the transposed problem: D^T = W A^T, where A^T, C^T and D^T are what row-major
 // A, C and D look like to it, and the bias, one value a row of D^T, is the epilogue's.
 Gemm::Gemm(cublasLtHandle_t handle, const GemmShape& shape, const GemmPointers& at, void* workspace,
-           cudaStream_t stream)
-    : shape_(shape) {
+           cudaStream_t stream, GemmChoice chosen, bool measure)
+    : shape_(shape), choice_(chosen) {
   const Types types = types_of(shape);
   cublasLtMatmulDesc_t operation = nullptr;
   STREAMOVERLAP_CHECK(cublasLtMatmulDescCreate(&operation, types.compute, types.scale));
@@ -105,13 +107,13 @@ Gemm::Gemm(cublasLtHandle_t handle, const GemmShape& shape, const GemmPointers& 
     c_ = matrix(types.data, shape.n, shape.m, c_is_d ? shape.ldd : shape.ldc);
     set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE,
         bias_in_epilogue_ ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
-    if (choose(handle, at, workspace, stream)) return;
+    if (choose(handle, at, workspace, stream, measure)) return;
     if (!at.bias) break;
   }
   throw std::runtime_error("cuBLASLt has no algorithm for a " + to_string(shape, at));
 }
 
-bool Gemm::choose(cublasLtHandle_t handle, const GemmPointers& at, void* workspace, cudaStream_t stream) {
+bool Gemm::choose(cublasLtHandle_t handle, const GemmPointers& at, void* workspace, cudaStream_t stream, bool measure) {
   Preference preference;
   preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
   // Others round partial sums to the output's type, or add them in no fixed order.
@@ -130,12 +132,30 @@ bool Gemm::choose(cublasLtHandle_t handle, const GemmPointers& at, void* workspa
                                      kCandidates, candidates, &found);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return false;
   STREAMOVERLAP_CHECK(status);
-  for (int i = 0; i < found; ++i) {
-    if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+  const auto runs = [&](int i) {
+    if (i < 0 || i >= found || candidates[i].state != CUBLAS_STATUS_SUCCESS) return false;
     algorithm_ = candidates[i].algo;
-    if (multiply(handle, at, workspace, stream) == CUBLAS_STATUS_SUCCESS) return true;
+    return multiply(handle, at, workspace, stream) == CUBLAS_STATUS_SUCCESS;
+  };
+  if (!measure && runs(choice_.algorithm)) return true;
+  choice_ = {};
+  for (int i = 0; i < found; ++i) {
+    if (!runs(i)) continue;
+    if (!measure) return true;
+    const double took = microseconds(handle, at, workspace, stream);
+    if (choice_.algorithm == GemmChoice::kFirst) choice_.first_microseconds = took;
+    if (choice_.algorithm != GemmChoice::kFirst && took >= choice_.microseconds) continue;
+    choice_.algorithm = i;
+    choice_.microseconds = took;
   }
-  return false;
+  return runs(choice_.algorithm);
+}
+
+// From a graph, as many products are shorter than it takes to issue them. Waits for the stream.
+double Gemm::microseconds(cublasLtHandle_t handle, const GemmPointers& at, void* workspace, cudaStream_t stream) const {
+  GraphTimer timer(stream);
+  for (int i = 0; i < kProducts; ++i) run(handle, at, workspace, stream);
+  return timer.microseconds() / kProducts;
 }
 
 cublasStatus_t Gemm::multiply(cublasLtHandle_t handle, const GemmPointers& at, void* workspace,
@@ -176,11 +196,27 @@ Key<8> GemmCache::key(const GemmShape& shape, const GemmPointers& at) {
 
 const Gemm* GemmCache::find(const GemmShape& shape, const GemmPointers& at) const {
   const auto found = gemms_.find(key(shape, at));
-  return found != gemms_.end() ? &found->second : nullptr;
+  if (found == gemms_.end()) return nullptr;
+  return tuning_ && found->second.choice().microseconds == 0 ? nullptr : &found->second;
 }
 
 void GemmCache::add(const GemmShape& shape, const GemmPointers& at, void* workspace, cudaStream_t stream) {
-  gemms_.emplace(key(shape, at), Gemm(handle_, shape, at, workspace, stream));
+  const Key<8> id = key(shape, at);
+  const auto found = preferred_.find(id);
+  const GemmChoice chosen = found != preferred_.end() ? found->second : GemmChoice{};
+  gemms_.insert_or_assign(id, Gemm(handle_, shape, at, workspace, stream, chosen, tuning_));
+}
+
+GemmCache::Choices GemmCache::measured() const {
+  Choices choices;
+  for (const auto& [id, gemm] : gemms_) {
+    if (gemm.choice().microseconds > 0) choices.emplace_back(id, gemm.choice());
+  }
+  return choices;
+}
+
+void GemmCache::prefer(const Choices& choices) {
+  for (const auto& [id, choice] : choices) preferred_[id] = choice;
 }
 
 }  // namespace streamoverlap::cuda

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "key.h"
 
@@ -31,13 +33,25 @@ struct GemmPointers {
   void* d = nullptr;           // not C
 };
 
+// One of the algorithms that cuBLASLt proposes for a problem, in its order.
+struct GemmChoice {
+  static constexpr int kFirst = -1;  // that runs
+
+  int algorithm = kFirst;
+  double microseconds = 0;        // of it, where it was measured
+  double first_microseconds = 0;  // of cuBLASLt's own choice, likewise
+};
+
 // A problem cuBLASLt has chosen an algorithm for; the same one every time. Accumulates in fp32 (float64: fp64) and
 // rounds once; split-K sums are in the accumulator's type and order, so equal inputs give equal bits.
 class Gemm {
  public:
-  // Tries candidates in cuBLASLt's order until one runs: overwrites D. Throws where none does.
-  Gemm(cublasLtHandle_t, const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t);
+  // Takes the algorithm that is chosen, or where it does not run, the first in cuBLASLt's order that does: overwrites
+  // D. Throws where none does. With `measure` it tries them all, and takes the fastest.
+  Gemm(cublasLtHandle_t, const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t, GemmChoice chosen,
+       bool measure);
 
+  const GemmChoice& choice() const { return choice_; }
   void run(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
 
  private:
@@ -51,7 +65,8 @@ class Gemm {
                                  Destroy<cublasLtMatrixLayoutOpaque_t, &cublasLtMatrixLayoutDestroy>>;
 
   static Matrix matrix(cudaDataType_t, std::int64_t rows, std::int64_t columns, std::int64_t ld);
-  bool choose(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t);
+  bool choose(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t, bool measure);
+  double microseconds(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
   cublasStatus_t multiply(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
 
   GemmShape shape_;
@@ -59,26 +74,38 @@ class Gemm {
   Operation operation_;
   Matrix w_, a_, c_, d_;
   cublasLtMatmulAlgo_t algorithm_{};
+  GemmChoice choice_;
 };
 
 // By shape, what is there (C, bias), and the alignment of the pointers.
 class GemmCache {
  public:
+  using Choices = std::vector<std::pair<Key<8>, GemmChoice>>;
+
   GemmCache();
   ~GemmCache();
   GemmCache(const GemmCache&) = delete;
   GemmCache& operator=(const GemmCache&) = delete;
 
   cublasLtHandle_t handle() const { return handle_; }
-  const Gemm* find(const GemmShape&, const GemmPointers&) const;  // null: not added yet
+  const Gemm* find(const GemmShape&, const GemmPointers&) const;  // null: not added yet, or not measured while tuning
   // Runs it once, so that its kernels are loaded: overwrites D.
   void add(const GemmShape&, const GemmPointers&, void* workspace, cudaStream_t);
+
+  // While tuning, what is added is measured with every algorithm.
+  void set_tuning(bool on) { tuning_ = on; }
+  Choices measured() const;
+  // For what is added from here on; a key's last element tells of types, layouts and alignments. Problems that were
+  // added before stay as they are: their results must not change from one call to the next.
+  void prefer(const Choices&);
 
  private:
   static Key<8> key(const GemmShape&, const GemmPointers&);
 
   cublasLtHandle_t handle_ = nullptr;
   std::unordered_map<Key<8>, Gemm, KeyHash> gemms_;
+  std::unordered_map<Key<8>, GemmChoice, KeyHash> preferred_;
+  bool tuning_ = false;
 };
 
 }  // namespace streamoverlap::cuda

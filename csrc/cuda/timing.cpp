@@ -15,12 +15,6 @@ using Clock = CallTrace::Clock;
 
 constexpr int kTries = 10;
 
-TimingEvent make_event() {
-  cudaEvent_t event{};
-  STREAMOVERLAP_CHECK(cudaEventCreate(&event));
-  return TimingEvent(event);
-}
-
 // Milliseconds; nothing where one of them was not recorded or not reached.
 std::optional<double> elapsed(cudaEvent_t start, cudaEvent_t end) {
   float milliseconds = 0;
@@ -31,11 +25,17 @@ std::optional<double> elapsed(cudaEvent_t start, cudaEvent_t end) {
 
 }  // namespace
 
+TimingEvent make_timing_event() {
+  cudaEvent_t event{};
+  STREAMOVERLAP_CHECK(cudaEventCreate(&event));
+  return TimingEvent(event);
+}
+
 Anchor::Anchor(const c10::cuda::CUDAStream& stream) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   auto least = Clock::duration::max();
   for (int i = 0; i < kTries; ++i) {
-    TimingEvent event = make_event();
+    TimingEvent event = make_timing_event();
     const auto begin = Clock::now();
     STREAMOVERLAP_CHECK(cudaEventRecord(event.get(), stream.stream()));
     STREAMOVERLAP_CHECK(cudaEventSynchronize(event.get()));
@@ -50,7 +50,7 @@ Anchor::Anchor(const c10::cuda::CUDAStream& stream) {
 Timing::Timing(std::size_t steps, bool capturing)
     : flags_(capturing ? cudaEventRecordExternal : cudaEventRecordDefault) {
   events_.reserve(2 * steps);
-  for (std::size_t i = 0; i < 2 * steps; ++i) events_.push_back(make_event());
+  for (std::size_t i = 0; i < 2 * steps; ++i) events_.push_back(make_timing_event());
 }
 
 // A stream that has waited for nothing of a capture yet is no part of it, so has no place for an event.

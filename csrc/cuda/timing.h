@@ -19,6 +19,8 @@ struct DestroyEvent {
 };
 using TimingEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
 
+TimingEvent make_timing_event();
+
 // A moment that both the device and the host know, to some microseconds.
 class Anchor {
  public:

@@ -68,6 +68,22 @@ class CudaBackend : public Backend {
 
   bool is_idle() const override { return executor_.is_idle(); }
 
+  void set_tuning(bool on) override { executor_.set_tuning(on); }
+
+  std::vector<TunedGemm> measured_gemms() const override {
+    std::vector<TunedGemm> gemms;
+    for (const auto& [key, choice] : executor_.measured_gemms()) {
+      gemms.push_back({key, choice.algorithm, 1e-6 * choice.microseconds, 1e-6 * choice.first_microseconds});
+    }
+    return gemms;
+  }
+
+  void prefer_gemms(const std::vector<TunedGemm>& gemms) override {
+    cuda::GemmCache::Choices choices;
+    for (const TunedGemm& gemm : gemms) choices.push_back({gemm.key, {gemm.algorithm, 0, 0}});
+    executor_.prefer_gemms(choices);
+  }
+
   void start_traces() override { executor_.start_traces(); }
   void finish_traces() override { executor_.finish_traces(); }
 

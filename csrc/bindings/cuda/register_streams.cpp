@@ -1,3 +1,4 @@
+#include <cublasLt.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +14,7 @@ namespace py = pybind11;
 namespace streamoverlap {
 
 void register_streams(py::module_& m) {
+  m.def("cublaslt_version", &cublasLtGetVersion);
   using cuda::StreamSet;
   py::class_<StreamSet, std::shared_ptr<StreamSet>>(m, "StreamSet")
       .def(py::init(

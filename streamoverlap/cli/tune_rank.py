@@ -1,0 +1,97 @@
+"""A rank of ``streamoverlap tune``: tunes shapes one after the other; rank 0 shows how far it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import streamoverlap as so
+from streamoverlap import table
+
+_TIMEOUT = 120.0  # seconds that a rank waits for its peers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes before sharding; N or K is split by `as_tp`."""
+
+    name: str
+    operation: str
+    m: int
+    n: int
+    k: int
+    as_tp: int
+
+
+@dataclass(frozen=True)
+class Job:
+    world: int
+    device: str
+    dtype: str
+    rounds: int
+    shapes: tuple[Shape, ...]
+    save: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    shape: Shape
+    plan: so.PlanSpec
+    seconds: float
+    serial_seconds: float | None
+    tried: int
+
+
+def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
+    """Returns what was found, and the file that has it."""
+    torch.set_num_threads(threads)
+    backend = "gloo"
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
+    communicator = so.Communicator(None, device=job.device, timeout=_TIMEOUT)
+    if communicator.fallback is not None:
+        raise RuntimeError(f"nothing to tune, the ranks run serial: {communicator.fallback}")
+    found = []
+    with _progress(job.shapes) as shapes:
+        for shape in shapes:
+            options = {"device": job.device, "dtype": getattr(torch, job.dtype)}
+            tensors = [torch.empty(sizes, **options) for sizes in sizes_of(shape, job)]
+            tuned = so.tune(getattr(so, shape.operation), *tensors, rounds=job.rounds, save=job.save)
+            serial = tuned.seconds.get(so.PlanSpec("serial"))
+            found.append(Found(shape, tuned.plan, tuned.seconds[tuned.plan], serial, len(tuned.seconds)))
+    name = table.device_name(communicator.device)
+    communicator.close()
+    dist.destroy_process_group()
+    return found, str(table.path_of(name))
+
+
+def sizes_of(shape: Shape, job: Job) -> list[tuple[int, int]]:
+    """Of x, and of the weight if there is one, on each rank."""
+    m, n, k, world = shape.m, shape.n, shape.k, job.world
+    if shape.operation == "all_gather_gemm":
+        return [(m // world, k), (n // shape.as_tp, k)]
+    if shape.operation in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        return [(m, k // shape.as_tp), (n, k // shape.as_tp)]
+    return [(m // world, k) if shape.operation == "all_gather" else (m, n)]
+
+
+@contextmanager
+def _progress(shapes: Sequence[Shape]) -> Iterator[Iterator[Shape]]:
+    """Rank 0 shows a bar, if it has a terminal."""
+    if int(os.environ["RANK"]) != 0 or not sys.stderr.isatty():
+        yield iter(shapes)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        yield iter(bar.track(shapes, description="tuning"))

@@ -1,0 +1,157 @@
+"""Measures the plans worth trying for one call, all ranks together, and keeps the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamoverlap import table
+from streamoverlap.chooser import Shape, ranked
+from streamoverlap.intercept import Asked, intercept
+from streamoverlap.meeting import attempt
+from streamoverlap.spec import PlanSpec
+
+if TYPE_CHECKING:
+    from streamoverlap.communicator import Communicator
+
+TRIED = 8  # plans, the fastest as simulated, besides serial
+ROUNDS = 5
+_CALLS = 5  # in a row, for one time
+_WARM_UPS = 2
+_SETS = 3  # of inputs in turn, so that none waits in a cache
+_SERIAL = PlanSpec("serial")
+
+
+class Tuned(NamedTuple):
+    """What `streamoverlap.tune` has found.
+
+    Attributes:
+        plan: the fastest; calls of this shape without a plan run it from here on.
+        seconds: of it, by plan that was tried: the median over rounds of the slowest rank's mean.
+    """
+
+    plan: PlanSpec
+    seconds: dict[PlanSpec, float]
+
+
+@torch.no_grad()
+def tune(function: Callable, *args: Any, rounds: int = ROUNDS, save: bool = True, **options: Any) -> Tuned:
+    """Measures plans, `serial` among them, for a call, and on CUDA the algorithms that cuBLASLt has for its products.
+
+    Collective. The call itself is not made: what is measured runs on other tensors of its shapes, strides and dtypes,
+    several sets in turn, so there must be memory for some of them.
+
+    Args:
+        function: an op of this package, such as `streamoverlap.all_gather_gemm`.
+        *args, **options: its arguments. `plan`, `async_op` and `timeout` count for nothing.
+        rounds: how often each plan is timed, all of them in turn.
+        save: rank 0 adds what was found to the user's table, which later runs of this version on such devices take;
+            see docs/tuning.md.
+
+    Raises:
+        TypeError, ValueError: `function` is no such op, `rounds` is not an integer of at least 1, or as the call.
+        RuntimeError: the group cannot overlap.
+        OSError: the table cannot be written; what was found holds in this process.
+
+    Example:
+        >>> so.tune(so.all_gather_gemm, x, weight, group).plan
+    """
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"rounds is {rounds!r}; expected an integer of at least 1")
+    communicator, asked = intercept(function, args, options)[:2]
+    asked.identity()
+    if communicator.fallback is not None:
+        raise RuntimeError(
+            f"there is nothing to tune: group '{communicator.name}' runs serial: {communicator.fallback}"
+        )
+    if asked.x.numel() == 0:
+        raise ValueError(f"x has no elements, its shape is {list(asked.x.shape)}; expected some to measure with")
+    found = communicator._plans.tune(asked, rounds)
+    if save:
+        failed = [attempt(communicator._plans.save) if communicator.rank == 0 else None]
+        dist.broadcast_object_list(failed, group_src=0, group=communicator.group)
+        if failed[0] is not None:
+            raise OSError(f"rank 0 could not save what was measured: {failed[0]}")
+    return found
+
+
+@torch.no_grad()
+def measure(communicator: Communicator, asked: Asked, shape: Shape, rounds: int) -> tuple[Tuned, table.Table]:
+    """Returns the fastest plan for calls of `shape`, the same on all ranks, and what is new for the table."""
+    group, device, impl = communicator.group, communicator.device, communicator._open()
+    box = [_plans_for(communicator, shape)]
+    dist.broadcast_object_list(box, group_src=0, group=group)  # where weights differ in size, so would plans
+    plans = box[0]
+    turn = itertools.cycle([_copies(asked, shape) for _ in range(_SETS)])
+
+    def call(plan: PlanSpec) -> object:
+        return communicator._again(next(turn), plan)
+
+    impl.set_tuning(True)
+    try:
+        for plan in plans:
+            for _ in range(_WARM_UPS):
+                call(plan)
+    finally:
+        impl.set_tuning(False)
+    times: dict[PlanSpec, list[float]] = {plan: [] for plan in plans}
+    for _ in range(rounds):
+        for plan in plans:
+            times[plan].append(_time_of(lambda plan=plan: call(plan), device))
+    mine = [statistics.median(times[plan]) for plan in plans]
+    everyone: list[Any] = [None] * communicator.world
+    dist.all_gather_object(everyone, mine, group=group)
+    seconds = dict(zip(plans, (max(of_ranks) for of_ranks in zip(*everyone, strict=True)), strict=True))
+    best = min(seconds, key=seconds.__getitem__)
+    found = table.Table()
+    found.plans[problem_of(shape, asked.weights)] = table.TunedPlan(best, seconds[best], seconds.get(_SERIAL))
+    found.gemms.update({tuple(key): table.TunedGemm(*tuned) for key, *tuned in impl.measured_gemms()})
+    return Tuned(best, seconds), found
+
+
+def _plans_for(communicator: Communicator, shape: Shape) -> list[PlanSpec]:
+    plans = [plan for _, plan in ranked(shape)[:TRIED]]
+    # Gloo's collectives on CUDA tensors are not what anybody would run.
+    serial = communicator.device_type == "cpu" or "nccl" in dist.get_backend_config(communicator.group)
+    return [_SERIAL, *plans] if serial else plans
+
+
+def problem_of(shape: Shape, weights: Sequence[Tensor]) -> table.Problem:
+    """By which a call with rows as in the bucket is found in a table."""
+    layout = ",".join("row" if weight.stride(-1) == 1 else "column" for weight in weights)
+    return table.Problem(shape.operation, shape.world, shape.m, shape.n, shape.k, str(shape.dtype)[6:], layout)
+
+
+def _copies(asked: Asked, shape: Shape) -> Asked:
+    """Other tensors for the same call, with the rows of its bucket."""
+    gathers = asked.operation in ("all_gather_gemm", "all_gather")
+    rows = shape.m // shape.world if gathers else shape.m
+    x = asked.x
+    trailing = x.shape[-1:] if asked.weights else x.shape[1:]
+    filled = torch.empty(rows, *trailing, dtype=x.dtype, device=x.device).normal_()
+    weights = [torch.empty_like(weight).normal_() for weight in asked.weights]
+    biases = [None if bias is None else torch.empty_like(bias).normal_() for bias in asked.biases]
+    return asked._replace(x=filled, weights=weights, biases=biases)
+
+
+def _time_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call on this rank; ranks begin together as far as their exchanges make them."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        return (time.perf_counter() - begin) / _CALLS
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(_CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / _CALLS
