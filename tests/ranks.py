@@ -34,6 +34,15 @@ _DIED = "the process has died"
 _GRACE = 5.0  # seconds that ranks get to end on their own once one of them has failed
 
 
+def quick_to_fail(group, seconds: float, **options):
+    """A communicator whose calls wait so long for peers; its set-up may take what it takes on a busy machine."""
+    import streamoverlap as so
+
+    comm = so.Communicator(group, timeout=30.0, **options)
+    comm.set_timeout(seconds)
+    return comm
+
+
 class RankError(AssertionError):
     """A function raised on some ranks, or did not end; the message has their tracebacks or stacks."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from ranks import Pool, quick_to_fail
 from references import Case, verify
 
 import streamoverlap as so
@@ -108,7 +108,7 @@ class Held:
 
 def lose_a_rank(rank: int, world: int, group, victim: int, hook: dict[str, int]) -> tuple[Failure, Held, Held]:
     """`victim` dies or stops before one of its ops; the others fail, clean up, and go on without it."""
-    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+    with closing(quick_to_fail(group, TIMEOUT)) as comm:
         verify(CASE, rank, world, comm)
     before = Held.now()
     failure = fail(rank, world, group, hook if rank == victim else None)
@@ -119,7 +119,7 @@ def lose_a_rank(rank: int, world: int, group, victim: int, hook: dict[str, int])
 
 
 def fail(rank: int, world: int, group, hook: dict[str, int] | None) -> Failure:
-    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+    with closing(quick_to_fail(group, TIMEOUT)) as comm:
         verify(CASE, rank, world, comm)
         if hook is not None:
             comm._set_hook(**hook)
@@ -168,7 +168,7 @@ def test_a_stopped_rank_is_named_in_time_and_does_no_harm_when_it_wakes(world: i
     survivors = [r for r in range(world) if r != victim]
     with no_file_left_behind(), Pool(world) as pool:
         pool.start(lose_a_rank, victim, {"stop_at": point})
-        wait_until(lambda: state(pool.pid(victim)) == "T", 10)
+        wait_until(lambda: state(pool.pid(victim)) == "T", 30)
         time.sleep(TIMEOUT + 1.0)
         os.kill(pool.pid(victim), signal.SIGCONT)
         for failure, before, after in pool.finish(30, survivors):
@@ -211,7 +211,7 @@ DISAGREEMENTS = {
 
 
 def disagree(rank: int, world: int, group, cases: tuple[Case, Case]) -> Failure:
-    comm = so.Communicator(group, timeout=TIMEOUT)
+    comm = quick_to_fail(group, TIMEOUT)
     verify(CASE, rank, world, comm)
     dist.barrier(group)  # nobody is still in the call before
     mine = cases[rank == 1]
@@ -236,7 +236,7 @@ def test_ranks_that_call_different_things_all_learn_of_it(world: int, what: str)
 
 
 def call_serial_alone(rank: int, world: int, group) -> Failure:
-    comm = so.Communicator(group, timeout=TIMEOUT)
+    comm = quick_to_fail(group, TIMEOUT)
     verify(CASE, rank, world, comm)
     dist.barrier(group)
     mine = replace(CASE, plan=so.PlanSpec("serial")) if rank == 1 else CASE
@@ -273,7 +273,7 @@ def test_a_rank_that_does_not_call_is_named(world: int) -> None:
 
 
 def grow_alone(rank: int, world: int, group) -> tuple[str, float]:
-    comm = so.Communicator(group, timeout=TIMEOUT)
+    comm = quick_to_fail(group, TIMEOUT)
     verify(CASE, rank, world, comm)
     dist.barrier(group)
     large = Case("all_gather", DIRECT, lead=(200_000,), k=8)

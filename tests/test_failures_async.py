@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from ranks import Pool, quick_to_fail
 from references import Case, call, inputs, verify
 from test_failures import SLACK, TIMEOUT, Held, state, wait_until
 
@@ -58,12 +58,12 @@ class Seen:
 
 
 def lose_a_rank(rank: int, world: int, group, victim: int, hook: dict[str, int], folder: str) -> Seen:
-    with closing(so.Communicator(group, timeout=TIMEOUT)) as comm:
+    with closing(quick_to_fail(group, TIMEOUT)) as comm:
         verify(CASE, rank, world, comm)
     before = Held.now()
     log = Log()
     path = Path(folder, f"{rank}.txt")
-    with closing(so.Communicator(group, timeout=TIMEOUT, report_path=path)) as comm:
+    with closing(quick_to_fail(group, TIMEOUT, report_path=path)) as comm:
         seen = fail(rank, world, comm, hook if rank == victim else None)
     after = Held.now()
     logging.getLogger("streamoverlap").removeHandler(log)
@@ -148,7 +148,7 @@ def test_a_killed_rank_fails_what_is_in_flight(tmp_path, world: int, victim: int
 def test_a_stopped_rank_that_wakes_harms_nothing(tmp_path, world: int, victim: int, point: int) -> None:
     with Pool(world) as pool:
         pool.start(lose_a_rank, victim, {"stop_at": point}, str(tmp_path))
-        wait_until(lambda: state(pool.pid(victim)) == "T", 10)
+        wait_until(lambda: state(pool.pid(victim)) == "T", 30)
         time.sleep(TIMEOUT + 1.0)
         os.kill(pool.pid(victim), signal.SIGCONT)  # it writes to slots that survivors have left
         for seen in pool.finish(30, [r for r in range(world) if r != victim]):

@@ -32,7 +32,7 @@ def add_parser(commands) -> None:
         help="measure plans for shapes, and keep the fastest for later runs",
         description=(
             "Measures, on ranks of its own, the plans worth trying and serial, and on GPUs cuBLASLt's algorithms.\n"
-            "What is found goes to a file in $STREAMOVERLAP_CACHE, or ~/.cache/streamoverlap, where runs on CUDA find it."
+            "What is found goes to a file in $STREAMOVERLAP_CACHE, or ~/.cache/streamoverlap: runs on CUDA take it."
         ),
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

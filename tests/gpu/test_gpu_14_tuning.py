@@ -67,7 +67,7 @@ def test_tuned_calls_are_right_and_found_again(ranks, tmp_path: Path) -> None:
     assert document["device"] == torch.cuda.get_device_name() and document["versions"]["cublaslt"].isdecimal()
     (plan,) = document["plans"]
     assert plan["layout"] == "column" and plan["operation"] == "gemm_reduce_scatter"
-    assert len(document["gemms"]) == first["gemms"] >= 3
+    assert len(document["gemms"]) == first["gemms"] >= 2
     for gemm in document["gemms"]:
         assert 0 <= gemm["algorithm"] < 8 and 0 < gemm["us"] <= gemm["first_us"]
 
