@@ -101,12 +101,27 @@ def measured(seconds: float, serial_seconds: float | None, plan: PlanSpec) -> Ch
     return Choice(plan, f"measured: {1e6 * seconds:,.1f} us{serial}", measured=seconds)
 
 
+class Agreement(NamedTuple):
+    """What a rank brings to a choice that rank 0 makes for all; see csrc/group/group.h."""
+
+    shared: int  # hash of what all ranks know of the call
+    own: int  # of all that this rank knows
+    choice: int
+    call: str  # for messages
+
+
+class _Known(NamedTuple):
+    choice: Choice
+    agreement: Agreement
+
+
 class Chooser:
-    """Chooses for the calls of one communicator.
+    """Chooses for the calls of one communicator that were given no plan.
 
     Args:
         world: its size.
-        agree: given a key, this rank's choice and a text for messages, gives rank 0's choice for all of them.
+        agree: given the number of such a call, an Agreement and seconds to wait for rank 0 (0: the group's timeout),
+            gives rank 0's choice, and whether rank 0 knows the same of the call.
         look_up: what this rank's table has for a shape and its weights.
         tune: measures, together with all other ranks.
         tunes: whether it is to be done where nothing is measured yet; only rank 0's counts.
@@ -116,7 +131,7 @@ class Chooser:
     def __init__(
         self,
         world: int,
-        agree: Callable[[int, int, str], int],
+        agree: Callable[[int, Agreement, float], tuple[int, bool]],
         look_up: Callable[[Shape, Sequence[Tensor]], Choice | None],
         tune: Callable[[Asked], Choice],
         tunes: Callable[[], bool],
@@ -128,28 +143,45 @@ class Chooser:
         self._tune = tune
         self._tunes = tunes
         self._simulates = simulates
-        self._known: dict[tuple, Choice] = {}
-        self._found: dict[tuple, Choice] = {}  # measured by this process, by what all ranks know of a shape
+        self._calls = 0
+        self._publishes = False  # rank 0 does so at every call, as another rank may see this one for the first time
+        self._known: dict[tuple, _Known] = {}
+        self._found: dict[Shape, Choice] = {}  # measured by this process
 
-    def choose(self, asked: Asked, settle: bool) -> Choice:
-        """For one call. Without `settle`, a choice that is not agreed on yet is this rank's alone."""
-        x, weights = asked.x, asked.weights
-        key = (asked.operation, x.dtype, x.shape, asked.compute_streams, *[weight.shape for weight in weights])
-        if (choice := self._known.get(key)) is not None:
-            return choice
-        asked.identity()  # raises what is wrong with the arguments
-        if x.numel() == 0:
+    def publish(self) -> None:
+        """This is rank 0, of several."""
+        self._publishes = True
+
+    def choose(self, asked: Asked, timeout: float = 0.0) -> Choice:
+        """For one call, the same on all ranks; `timeout` in seconds, 0: the group's."""
+        key = _key(asked)
+        known = self._known.get(key)
+        if known is None:
+            asked.identity()  # raises what is wrong with the arguments
+        self._calls += 1
+        if known is not None:
+            if self._publishes:
+                self._agree(self._calls, known.agreement, timeout)
+            return known.choice
+        choice, alike, agreement = self._settle(asked, timeout)
+        # Where rank 0's weight has another size it may choose differently next time, for a call that looks alike here.
+        if alike:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = _Known(choice, agreement)
+        return choice
+
+    def own(self, asked: Asked) -> Choice:
+        """What this rank would choose; for one that has made such a call, what it ran."""
+        known = self._known.get(_key(asked))
+        if known is not None:
+            return known.choice
+        if not _has_data(asked):
             return DEFAULT
         shape = self.bucket(asked)
-        choice = self._found.get(shape.shared())
+        choice = self._found.get(shape) or self._look_up(shape, asked.weights)
         if choice is None:
-            choice = self._look_up(shape, weights) or self._unmeasured(shape)
-            if not settle:
-                return choice
-            choice = self._settle(asked, shape, choice)
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[key] = choice
+            choice = fastest(shape) if self._simulates else DEFAULT
         return choice
 
     def bucket(self, asked: Asked) -> Shape:
@@ -158,30 +190,46 @@ class Chooser:
 
     def found(self, asked: Asked, choice: Choice) -> None:
         """From here on `choice` holds for calls like this. On all ranks alike."""
-        self._found[self.bucket(asked).shared()] = choice
+        self._found[self.bucket(asked)] = choice
         self._known.clear()
 
     @property
     def has_found(self) -> bool:
         return bool(self._found)
 
-    def _unmeasured(self, shape: Shape) -> Choice:
-        return fastest(shape) if self._simulates else DEFAULT
-
-    def _settle(self, asked: Asked, shape: Shape, choice: Choice) -> Choice:
+    def _settle(self, asked: Asked, timeout: float) -> tuple[Choice, bool, Agreement]:
+        choice = self.own(asked)
+        shape = self.bucket(asked)
         capturing = asked.x.is_cuda and torch.cuda.is_current_stream_capturing()
-        code = _TUNE if self._tunes() and choice.measured is None and not capturing else _code(choice.plan)
+        tunes = self._tunes() and choice.measured is None and not capturing and _has_data(asked)
+        layouts = [weight.stride(-1) == 1 for weight in asked.weights]
+        agreement = Agreement(
+            _hash(shape.shared()),
+            _hash((shape, layouts)),
+            _TUNE if tunes else _code(choice.plan),
+            f"{asked.operation} on x of {list(asked.x.shape)}, {asked.x.dtype}",
+        )
+        code, alike = agreement.choice, True
         if self._world > 1:
-            shared = repr(shape.shared())
-            code = self._agree(zlib.crc32(shared.encode()) or 1, code, f"{shape.operation} of {shared}")
-        if code == 0:
-            return DEFAULT._replace(reason="default: there were too many shapes for ranks to agree on a plan for each")
+            code, alike = self._agree(self._calls, agreement, timeout)
         if code == _TUNE:
-            return self._tune(asked)
-        plan = _plan(code)
-        if plan == choice.plan:
-            return choice
-        return Choice(plan, "rank 0 chose it, whose weight, or whose table of measured plans, is another one")
+            choice = self._tune(asked)
+        elif (plan := _plan(code)) != choice.plan:
+            choice = Choice(plan, "rank 0 chose it, whose weight, or whose table of measured plans, is another one")
+        return choice, alike, agreement._replace(choice=_code(choice.plan))
+
+
+def _key(asked: Asked) -> tuple:
+    layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
+    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, *layouts)
+
+
+def _has_data(asked: Asked) -> bool:
+    return asked.x.numel() > 0 and all(weight.numel() > 0 for weight in asked.weights)
+
+
+def _hash(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 @lru_cache

@@ -130,6 +130,7 @@ class Communicator:
         self._error: CommunicatorError | None = None  # where there is no shared memory to keep it in
         self._serial_calls = itertools.count(1)
         self._serial_made = 0
+        self._traces = 0  # that have begun
         self._impl: _C.Communicator | None = None
         reference = weakref.ref(self)
         self._follow = FollowOnCpu(lambda: getattr(reference(), "_timeout", 0.0))
@@ -349,8 +350,10 @@ class Communicator:
     def _start_trace(self) -> None:
         """From now on calls are traced; see `streamoverlap.trace`."""
         impl = self._open()
+        self._check()
         if self._fallback is None:
             impl.start_trace()
+        self._traces += 1
         self._serial_before = self._serial_made
 
     def _stop_trace(self, wait: bool) -> tuple[list[_C.CallTrace], int]:
@@ -434,7 +437,8 @@ class Communicator:
         asked = asked._replace(streams=choose_streams(streams, self.device_type))
         if is_intercepting():
             raise Intercepted(self, asked, plan)
-        self.last_choice = choice = self._plans.choose(asked, plan)
+        wait = 0.0 if timeout is None else seconds_of(timeout)
+        self.last_choice = choice = self._plans.choose(asked, plan, wait)
         return Call(impl, self._spec_of(asked, choice.plan), self.device, self._follow, async_op, timeout, streams)
 
     def _spec_of(self, asked: Asked, plan: PlanSpec) -> _C.Spec | None:

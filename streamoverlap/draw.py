@@ -88,8 +88,7 @@ class _Picture:
         self.timeline = timeline
         self.faults = faults[:_FAULTS]
         self.messages = [
-            "\n".join(wrap(f"{number}  {fault.kind}: {fault.message}", _LETTERS))
-            for number, fault in enumerate(self.faults, start=1)
+            "\n".join(wrap(f"{number}  {_told(fault)}", _LETTERS)) for number, fault in enumerate(self.faults, start=1)
         ]
         if len(faults) > _FAULTS:
             self.messages.append(f"and {len(faults) - _FAULTS} more faults")
@@ -247,6 +246,11 @@ class _Picture:
 def _streams(timeline: Timeline, rank: int) -> list[str]:
     used = {op.stream for op in timeline.plans[rank].ops}
     return [stream for stream in STREAMS if stream in used]
+
+
+def _told(fault: Fault) -> str:
+    message = " ".join(fault.message.split())
+    return message if message.startswith(fault.kind) else f"{fault.kind}: {message}"
 
 
 def _label(op) -> str:

@@ -63,7 +63,7 @@ def intercept(function: Callable, args: tuple, options: dict[str, Any]) -> tuple
     """
     from streamoverlap.ops import EXCHANGES  # which imports the communicator, which imports this
 
-    if function not in EXCHANGES:
+    if not any(function is op for op in EXCHANGES):  # `in` would compare, which arrays do by element
         names = ", ".join(op.__name__ for op in EXCHANGES)
         raise TypeError(f"function is {getattr(function, '__name__', function)!r}; expected one of {names}")
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from streamoverlap.errors import CommunicatorError
 from streamoverlap.store import wait_for
 
 # Seconds that a step waits at least, also for the error of a rank that has itself waited until the deadline.
@@ -27,15 +28,27 @@ class Meeting:
         prefix: of keys in its store, for this kind of meeting alone.
         hello: what this rank says; anything that JSON can tell.
         timeout: seconds until all must have said hello; `all_gather` waits no longer either, but for a grace.
+        purpose: for messages: what could not be done, of the group.
+        check: called while this rank waits; raises a CommunicatorError if there is no use in it.
 
     Raises:
         RuntimeError: not all ranks came in time, or the store is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, prefix: str, hello: Any, timeout: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        prefix: str,
+        hello: Any,
+        timeout: float,
+        purpose: str = "set up the communicator",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank, self._world = group.rank(), group.size()
         self._name = group.group_name
         self._timeout = timeout
+        self._purpose = purpose
+        self._check = check
         self._deadline = time.monotonic() + timeout
         if self._world == 1:
             self.session, self.hellos = "", [hello]
@@ -60,7 +73,7 @@ class Meeting:
         try:
             if self._rank == 0:
                 self._answer_all()
-            wait_for(self._store, [answer], self.left)
+            wait_for(self._store, [answer], self.left, self._check)
         except BaseException:
             self._store.delete_key(own)  # or the next set-up would meet who is not there any more
             raise
@@ -70,7 +83,7 @@ class Meeting:
 
     def _answer_all(self) -> None:
         keys = [f"hello/{rank}" for rank in range(self._world)]
-        wait_for(self._store, keys, self.left)
+        wait_for(self._store, keys, self.left, self._check)
         answers, hellos = zip(*(json.loads(self._store.get(key)) for key in keys), strict=True)
         for key in keys:
             self._store.delete_key(key)
@@ -80,7 +93,7 @@ class Meeting:
     def _all_gather(self, key: str, value: Any) -> list:
         self._store.set(f"{key}/{self._rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self._world)]
-        wait_for(self._store, keys, self.left + _GRACE)
+        wait_for(self._store, keys, self.left + _GRACE, self._check)
         values = [json.loads(self._store.get(key)) for key in keys]
         readers = f"{key}/readers"
         if self._store.add(readers, 1) == self._world:  # a job that makes many communicators keeps one store
@@ -91,9 +104,11 @@ class Meeting:
     def _tell_if_store_fails(self, step: Callable[[], Any]) -> Any:
         try:
             return step()
+        except CommunicatorError:
+            raise
         except RuntimeError as failure:  # of which torch's DistError is one
             raise RuntimeError(
-                f"could not set up the communicator of group '{self._name}': not all of its {self._world} ranks took "
+                f"could not {self._purpose} of group '{self._name}': not all of its {self._world} ranks took "
                 f"part within the timeout of {self._timeout:g} s, or the store is gone ({failure})"
             ) from failure
 

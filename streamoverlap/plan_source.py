@@ -40,7 +40,7 @@ class PlanSource:
         # Asked at a call, and not at set-up: by then it is rank 0's.
         self._chooser = Chooser(
             communicator.world,
-            agree=lambda *choice: source()._communicator._open().agree(*choice),
+            agree=lambda number, agreement, timeout: source()._communicator._open().agree(number, *agreement, timeout),
             look_up=lambda *shape: source()._look_up(*shape),
             tune=lambda asked: source()._tune_first_use(asked),
             tunes=lambda: source().tuning == "first-use",
@@ -50,7 +50,11 @@ class PlanSource:
     def load(self) -> None:
         """What was measured before, once the communicator is set up."""
         comm = self._communicator
-        if self.tuning == "off" or comm.fallback is not None:
+        if comm.fallback is not None:
+            return
+        if comm.rank == 0 and comm.world > 1:
+            self._chooser.publish()
+        if self.tuning == "off":
             return
         try:
             self._table = table.load(table.device_name(comm.device))
@@ -59,23 +63,22 @@ class PlanSource:
         if self._table.gemms:
             comm._open().prefer_gemms([(key, tuned.algorithm) for key, tuned in self._table.gemms.items()])
 
-    def choose(self, asked: Asked, plan: PlanSpec | None, settle: bool = True) -> Choice:
-        """For one call, `plan` being what it asks for; `settle` as of `Chooser.choose`."""
-        comm = self._communicator
-        if (choice := given_or_forced(plan, comm.fallback)) is not None:
+    def choose(self, asked: Asked, plan: PlanSpec | None, timeout: float) -> Choice:
+        """For one call, `plan` being what it asks for; `timeout` in seconds, 0: the group's."""
+        if (choice := self._without_asking(plan)) is not None:
             return choice
-        if self.tuning == "off" and comm.device_type == "cpu" and not self._chooser.has_found:
-            return DEFAULT
-        return self._chooser.choose(asked, settle)
+        return self._chooser.choose(asked, timeout)
 
     def explain(self, asked: Asked, plan: PlanSpec | None) -> Explanation:
         comm = self._communicator
         asked.identity()
-        choice = self.choose(asked, plan, settle=False)
-        seconds, spec = choice.predicted, comm._spec_of(asked, choice.plan)
-        if seconds is None and comm.device_type == "cuda" and asked.x.numel() > 0:
+        choice = self._without_asking(plan) or self._chooser.own(asked)
+        spec, seconds = comm._spec_of(asked, choice.plan), None
+        if comm.device_type == "cuda" and asked.x.numel() > 0 and all(weight.numel() > 0 for weight in asked.weights):
             seconds = predicted(shape_of(asked.operation, comm.world, asked.x, asked.weights), choice.plan)
-        traced = self._traced.get(_title(spec, asked.x)) if spec is not None else None
+        traced = None
+        if spec is not None:
+            traced = self._traced.get(title_of(spec, asked.x, asked.weights))
         return Explanation(asked.operation, choice.plan, choice.reason, seconds, traced or choice.measured)
 
     def note_traced(self, timelines: Iterable[Timeline]) -> None:
@@ -103,6 +106,14 @@ class PlanSource:
     def _communicator(self) -> Communicator:
         return self._reference()
 
+    def _without_asking(self, plan: PlanSpec | None) -> Choice | None:
+        comm = self._communicator
+        if (choice := given_or_forced(plan, comm.fallback)) is not None:
+            return choice
+        if self.tuning == "off" and comm.device_type == "cpu" and not self._chooser.has_found:
+            return DEFAULT
+        return None
+
     def _tune_first_use(self, asked: Asked) -> Choice:
         self.tune(asked, tuner.ROUNDS)
         if self._communicator.rank == 0:
@@ -110,7 +121,7 @@ class PlanSource:
                 self.save()
             except (OSError, ValueError) as error:  # the call goes on: peers are in it
                 _log.warning("what was measured is not kept for later runs: %s", error)
-        return self._chooser.choose(asked, settle=False)
+        return self._chooser.own(asked)
 
     def _look_up(self, shape: Shape, weights: Sequence[Tensor]) -> Choice | None:
         entry = self._table.plans.get(tuner.problem_of(shape, weights))
@@ -119,6 +130,7 @@ class PlanSource:
         return measured(entry.seconds, entry.serial_seconds, entry.plan)
 
 
-def _title(spec: _C.Spec, x: Tensor) -> str:
-    """As of the traces of such calls."""
-    return f"{spec} on x of {list(x.shape)}, {x.dtype}"
+def title_of(spec: _C.Spec, x: Tensor, weights: Sequence[Tensor]) -> str:
+    """Of the traces of such calls, to tell them apart."""
+    sizes = "".join(f", weight of {list(weight.shape)}" for weight in weights)
+    return f"{spec} on x of {list(x.shape)}, {x.dtype}{sizes}"

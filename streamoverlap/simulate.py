@@ -35,6 +35,7 @@ _UNITS = {
     "reduce_bandwidth": "bytes/s",
     "serial_bandwidth": "bytes/s",
 }
+_MOST = 1 << 28  # of a size: products of sizes and bytes must fit into 64 bits
 _WHOLE = ("sms", "tile_m", "tile_n")
 
 
@@ -104,7 +105,8 @@ class Costs:
             try:
                 setattr(costs, name, value)
             except TypeError as error:
-                expected = "an integer" if name in _WHOLE else _UNITS.get(name, "seconds")
+                unit = _UNITS.get(name, "seconds")
+                expected = "an integer" if name in _WHOLE else unit if unit.startswith("[") else f"a number, in {unit}"
                 raise ValueError(f"{name} is {value!r}; expected {expected}") from error
         costs.validate()
         return costs
@@ -129,6 +131,9 @@ class Costs:
             values = {name: constants[_in_file(name)]["value"] for name in _names()}
             sources = {name: constants[_in_file(name)]["source"] for name in _names()}
             values["link_bandwidth"] = tuple((size, rate) for size, rate in values["link_bandwidth"])
+            for name, text in {"device": document["device"], **sources}.items():
+                if not isinstance(text, str):
+                    raise ValueError(f"{name if name == 'device' else f'source of {name}'} is {text!r}; expected text")
             return cls(**values, device=document["device"], sources=sources)
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; expected what Costs.save writes") from error
@@ -191,8 +196,8 @@ def local_problem(operation: str, world: int, m: int, n: int, k: int, as_tp: int
         raise ValueError(f"operation is {operation!r}; expected one of {', '.join(plans.OPERATIONS)}")
     split = world if as_tp is None else as_tp
     for name, value in (("world", world), ("M", m), ("N", n), ("K", k), ("as_tp", split)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise ValueError(f"{name} is {value!r}; expected an integer from 1 to {_MOST}")
     gathers = operation in ("all_gather_gemm", "all_gather")
     if "all_reduce" not in operation and m % world:
         raise ValueError(f"M is {m}; expected a multiple of the group's {world} ranks")
@@ -229,8 +234,8 @@ def simulate(
     Raises:
         ValueError: naming the argument; or the plans hang, and the message says where.
     """
-    if isinstance(dtype_bytes, bool) or not isinstance(dtype_bytes, int) or dtype_bytes < 1:
-        raise ValueError(f"dtype_bytes is {dtype_bytes!r}; expected an integer of at least 1")
+    if isinstance(dtype_bytes, bool) or not isinstance(dtype_bytes, int) or not 1 <= dtype_bytes <= 16:
+        raise ValueError(f"dtype_bytes is {dtype_bytes!r}; expected an integer from 1 to 16")
     if isinstance(spec, plans.Spec):
         ranks = _C.prune_implied(_C.build_all(spec))
     else:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from streamoverlap import draw, plans
+from streamoverlap import _C, draw, plans
 from streamoverlap.chrome import write_chrome
 from streamoverlap.communicator import Communicator
+from streamoverlap.meeting import Meeting
 from streamoverlap.places import resolve_group, type_of
 from streamoverlap.timeline import Timeline
 
@@ -54,15 +59,14 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._communicator._stop_trace(wait=False)  # peers may never get here: nothing is gathered
+        comm = self._communicator
+        if error is not None:  # peers may never get here: nothing is gathered, and the error goes on as it is
+            with suppress(RuntimeError):
+                comm._stop_trace(wait=False)
             return
-        traces, self.serial_calls = self._communicator._stop_trace(wait=True)
-        mine: list[_Call] = [(plans.spec_options(trace.spec), trace.title, trace.spans()) for trace in traces]
-        ranks: list[list[_Call]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(ranks, mine, group=self._group)
-        # A rank that makes other calls fails in them; a thread that still makes calls may have made more.
-        timelines = [_timeline(calls) for calls in zip(*ranks, strict=False)]
+        traces, self.serial_calls = comm._stop_trace(wait=True)
+        comm._check()
+        timelines = [_timeline(calls) for calls in zip_longest(*self._gather(traces))]
         self.timelines = [timeline for timeline in timelines if timeline is not None]
         self._communicator._plans.note_traced(self.timelines)
         self.failed_calls = len(timelines) - len(self.timelines)
@@ -75,6 +79,19 @@ class Trace:
         if self._path is not None:
             write(self.timelines, self._path)
 
+    def _gather(self, traces: Sequence[_C.CallTrace]) -> list[list[_Call]]:
+        """By rank; bounded by the communicator's timeout, whatever the group's own is."""
+        comm = self._communicator
+        mine = [(plans.spec_options(trace.spec), trace.title, trace.spans()) for trace in traces]
+        hello = {"number": comm._traces, "calls": mine}
+        purpose, prefix = "gather a trace", f"streamoverlap/trace/{self._device}"
+        ranks = Meeting(self._group, prefix, hello, comm.timeout, purpose, comm._check).hellos
+        numbers = [entry["number"] for entry in ranks]
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"{number} of rank {rank}" for rank, number in enumerate(numbers))
+            raise RuntimeError(f"ranks left different traces of group '{comm.name}': trace {told}")
+        return [entry["calls"] for entry in ranks]
+
 
 def trace(
     path: str | Path | None = None,
@@ -85,7 +102,8 @@ def trace(
 
     Collective: all ranks of the group enter and leave the block, and make the same calls in it. Entering makes the
     group's communicator, if there is none yet. Leaving waits for calls in flight, async ones too, then gathers the
-    records of all ranks by ``torch.distributed.all_gather_object``. Where the block raises, nothing is gathered.
+    records of all ranks through the group's store. Where the block raises, nothing is gathered; peers that leave theirs
+    wait for that rank until the communicator's timeout.
 
     Times are of CLOCK_MONOTONIC, which all processes of a host share; an op's span has what the op did and waited for,
     not the time it was queued. On CUDA they are those of events beside each op, placed on that clock to some
@@ -100,9 +118,11 @@ def trace(
         device: where its calls are: ``"cpu"`` or ``"cuda"``; None is CUDA in a group that has called there.
 
     Raises:
-        ValueError: `path` has another suffix; `group` does not have this rank.
+        TypeError, ValueError: `path` is not such a file, or in no folder that can be written; `group` does not have
+            this rank.
         ImportError: a picture is asked for without matplotlib.
-        RuntimeError: the group is being traced already; or as `Communicator`, which is made if there is none.
+        RuntimeError: the group is being traced already, or has failed; not all ranks have left the block in time, or
+            they left different ones; or as `Communicator`, which is made if there is none.
 
     Example:
         >>> with so.trace("calls.json") as traced:
@@ -113,10 +133,15 @@ def trace(
 
 
 def validate_path(path: str | Path) -> None:
-    """Raises where `write` could not write to it: ValueError, ImportError."""
+    """Raises where `write` could not write to it: TypeError, ValueError, ImportError."""
+    if not isinstance(path, str | Path):
+        raise TypeError(f"path is a {type(path).__name__}; expected a str or Path")
     suffix = Path(path).suffix
     if suffix not in (".json", *draw.PICTURES):
         raise ValueError(f"path is {str(path)!r}; expected a file that ends in .json, .png or .svg")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"path is {str(path)!r}; expected a file in a folder that exists and can be written")
     if suffix != ".json":
         draw.require(path)
 
@@ -131,16 +156,23 @@ def write(timelines: Sequence[Timeline], path: str | Path) -> None:
         _log.warning("%s was not written: there was no call on a plan to draw", path)
 
 
-def _timeline(calls: Sequence[_Call]) -> Timeline | None:
-    """Of one call, from what every rank tells of it; None if it failed, and not all ops have been done."""
+def _timeline(calls: Sequence[_Call | None]) -> Timeline | None:
+    """Of one call, from what every rank tells of it; None if it failed: not all ops were done, or not by all ranks."""
+    if any(call is None or call[0] != calls[0][0] for call in calls):
+        return None
     spec, title, _ = calls[0]
-    ranks = plans.build(**spec)
+    ranks = _build(tuple(spec.items()))
     spans = [_complete(plan, spans) for plan, (_, _, spans) in zip(ranks, calls, strict=True)]
     if any(start == 0 for times in spans for start, _ in times):
         return None
     first = min((start for times in spans for start, _ in times), default=0)
     times = tuple(tuple((1e-9 * (start - first), 1e-9 * (end - first)) for start, end in rank) for rank in spans)
     return _clip(Timeline(tuple(ranks), times, title, began=1e-9 * first))
+
+
+@lru_cache
+def _build(spec: tuple) -> list[plans.Plan]:
+    return plans.build(**dict(spec))
 
 
 def _clip(timeline: Timeline) -> Timeline:

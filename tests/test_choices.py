@@ -6,11 +6,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Pools
 
 import streamoverlap as so
 from streamoverlap import chooser, simulate
-from streamoverlap.chooser import Chooser, Shape
+from streamoverlap.chooser import Agreement, Chooser, Shape
 from streamoverlap.intercept import Asked
 from streamoverlap.plans import OPERATIONS
 from streamoverlap.spec import DEFAULT
@@ -74,14 +75,15 @@ def test_every_choice_travels_as_a_number(operation: str) -> None:
 
 
 class Agreed:
-    """Stands for the group's table; `answer` for what rank 0 has chosen, None for this rank's own choice."""
+    """Stands for the group; `answer` for what rank 0 has chosen, None for this rank's own choice."""
 
-    def __init__(self, answer: int | None = None) -> None:
-        self.answer, self.keys = answer, []
+    def __init__(self, answer: int | None = None, alike: bool = True) -> None:
+        self.answer, self.alike = answer, alike
+        self.calls: list[tuple[int, Agreement]] = []
 
-    def __call__(self, key: int, choice: int, call: str) -> int:
-        self.keys.append(key)
-        return choice if self.answer is None else self.answer
+    def __call__(self, number: int, agreement: Agreement, timeout: float) -> tuple[int, bool]:
+        self.calls.append((number, agreement))
+        return (agreement.choice if self.answer is None else self.answer), self.alike
 
 
 TUNED = so.PlanSpec("ring", 4)
@@ -92,83 +94,138 @@ def chooser_of(world: int, agreed: Agreed, table: bool = False, tunes: bool = Fa
     return Chooser(world, agreed, lambda *_: found if table else None, lambda _: found, lambda: tunes, simulates)
 
 
-def asked_for(rows: int, n: int = 512) -> Asked:
+def asked_for(rows: int, n: int = 512, column_major: bool = False) -> Asked:
     x, weight = torch.empty(rows, 256, dtype=torch.bfloat16), torch.empty(n, 256, dtype=torch.bfloat16)
+    if column_major:
+        weight = torch.empty(256, n, dtype=torch.bfloat16).t()
     return Asked("all_gather_gemm", x, [weight], [None], lambda: (0, ""))
 
 
-def test_ranks_are_asked_once_a_shape_and_by_what_all_of_them_know() -> None:
+def test_rank_0_is_asked_once_for_calls_that_are_alike() -> None:
     agreed = Agreed()
     made = chooser_of(2, agreed)
-    first = made.choose(asked_for(1000), settle=True)
-    assert made.choose(asked_for(1000), settle=True) == first and len(agreed.keys) == 1
-    made.choose(asked_for(1001), settle=True)  # of the same bucket
-    made.choose(asked_for(1000, n=640), settle=True)  # a weight of another size
-    assert len(set(agreed.keys)) == 1
-    made.choose(asked_for(2000), settle=True)
-    assert len(set(agreed.keys)) == 2
+    first = made.choose(asked_for(1000))
+    assert made.choose(asked_for(1000)) == first and len(agreed.calls) == 1
+    made.choose(asked_for(1001))  # of the same bucket
+    made.choose(asked_for(1000, n=640))  # a weight of another size
+    made.choose(asked_for(1000, column_major=True))
+    made.choose(asked_for(2000))
+    numbers, agreements = zip(*agreed.calls, strict=True)
+    assert numbers == (1, 3, 4, 5, 6), "calls are numbered, asked or not"
+    assert [each.shared == agreements[0].shared for each in agreements] == [True, True, True, True, False]
+    assert [each.own == agreements[0].own for each in agreements] == [True, True, False, False, False]
+
+
+def test_layers_that_share_an_input_have_plans_of_their_own() -> None:
+    """The attention and the MLP of a block gather the same x for weights of very different sizes."""
+    made = chooser_of(8, Agreed())
+    for n in (10240, 57344):
+        x, weight = (
+            torch.empty(1024, 8192, dtype=torch.bfloat16, device="meta"),
+            torch.empty(n // 8, 8192, device="meta"),
+        )
+        choice = made.choose(Asked("all_gather_gemm", x, [weight], [None], lambda: (0, "")))
+        asked = Shape("all_gather_gemm", 8, 8192, n, 8192, torch.bfloat16)
+        assert choice.predicted == min(seconds for seconds, _ in chooser.ranked(asked))
+
+
+def test_rank_0_says_at_every_call_what_it_runs() -> None:
+    agreed = Agreed()
+    made = chooser_of(2, agreed)
+    made.publish()
+    for rows in (1000, 1000, 2000, 1000):
+        made.choose(asked_for(rows))
+    numbers, agreements = zip(*agreed.calls, strict=True)
+    assert numbers == (1, 2, 3, 4) and agreements[0] == agreements[1] == agreements[3] != agreements[2]
+
+
+def test_where_rank_0_has_another_weight_it_is_asked_every_time() -> None:
+    agreed = Agreed(alike=False)
+    made = chooser_of(2, agreed)
+    for _ in range(3):
+        made.choose(asked_for(1000))
+    assert [number for number, _ in agreed.calls] == [1, 2, 3]
 
 
 def test_what_rank_0_has_chosen_is_taken() -> None:
     other = so.PlanSpec("ring", 8)
-    choice = chooser_of(2, Agreed(chooser._code(other))).choose(asked_for(1000), settle=True)
+    choice = chooser_of(2, Agreed(chooser._code(other))).choose(asked_for(1000))
     assert choice.plan == other and "rank 0" in choice.reason
-    assert chooser_of(2, Agreed(0)).choose(asked_for(1000), settle=True).plan == DEFAULT.plan
     untold = Agreed()
-    assert chooser_of(2, untold).choose(asked_for(1000), settle=False).predicted > 0 and not untold.keys
+    assert chooser_of(2, untold).own(asked_for(1000)).predicted > 0 and not untold.calls
     alone = Agreed()
-    assert chooser_of(1, alone).choose(asked_for(1000), settle=True).predicted > 0 and not alone.keys
+    assert chooser_of(1, alone).choose(asked_for(1000)).predicted > 0 and not alone.calls
 
 
 def test_what_was_measured_comes_before_what_is_predicted() -> None:
-    choice = chooser_of(2, Agreed(), table=True).choose(asked_for(1000), settle=True)
+    choice = chooser_of(2, Agreed(), table=True).choose(asked_for(1000))
     assert choice.plan == TUNED and choice.measured == 1e-4 and choice.reason.startswith("measured: 100.0 us")
-    assert chooser_of(2, Agreed(), simulates=False).choose(asked_for(1000), settle=True) == DEFAULT
-    agreed = Agreed()
-    tuning = chooser_of(2, agreed, tunes=True, simulates=False)
-    assert tuning.choose(asked_for(1000), settle=True).plan == TUNED
+    assert chooser_of(2, Agreed(), simulates=False).choose(asked_for(1000)) == DEFAULT
+    assert chooser_of(2, Agreed(), tunes=True, simulates=False).choose(asked_for(1000)).plan == TUNED
     also = chooser_of(2, Agreed(chooser._TUNE))  # rank 0 wants it measured
-    assert also.choose(asked_for(1000), settle=True).plan == TUNED
-    later = chooser_of(2, agreed)
-    later.choose(asked_for(1000), settle=True)
+    assert also.choose(asked_for(1000)).plan == TUNED
+    later = chooser_of(2, Agreed())
+    later.choose(asked_for(1000))
     later.found(asked_for(1000), chooser.measured(1e-4, 2e-4, TUNED))
-    assert later.choose(asked_for(1000), settle=True).reason == "measured: 100.0 us; serial 200.0 us"
-    assert later.choose(asked_for(3000), settle=True).plan != TUNED
+    assert later.choose(asked_for(1000)).reason == "measured: 100.0 us; serial 200.0 us"
+    assert later.choose(asked_for(3000)).plan != TUNED
+
+
+@pytest.mark.parametrize(("rows", "n"), [(0, 512), (1000, 0)])
+def test_a_rank_without_data_takes_part(rows: int, n: int) -> None:
+    agreed = Agreed()
+    assert chooser_of(2, agreed, tunes=True).choose(asked_for(rows, n)) == DEFAULT and len(agreed.calls) == 1
+    other = Agreed(chooser._code(TUNED))
+    assert chooser_of(2, other).choose(asked_for(rows, n)).plan == TUNED
 
 
 def test_arguments_are_validated_before_anything_is_simulated() -> None:
     def refuse() -> None:
         raise ValueError("x is wrong")
 
-    wrong = Asked("all_gather_gemm", torch.empty(()), [torch.empty(())], [None], refuse)
+    wrong = Asked("all_gather_gemm", torch.empty(3, 4), [torch.empty(3, 4)], [None], refuse)
+    agreed = Agreed()
     with pytest.raises(ValueError, match="x is wrong"):
-        chooser_of(2, Agreed()).choose(wrong, settle=True)
+        chooser_of(2, agreed).choose(wrong)
+    assert not agreed.calls
 
 
-def agree(rank: int, world: int, group) -> list[int]:
+def agree(rank: int, world: int, group) -> list[tuple[int, bool]]:
     comm = so.Communicator.of(group, "cpu")
     impl, found = comm._open(), []
-    for key in range(1, 9):
-        if rank == key % world:
+    for number in range(1, 9):
+        if rank == number % world:
             time.sleep(0.02)  # each is late in turn
-        found.append(impl.agree(key << 8, 100 * rank + key, f"call {key}"))
+        own = 5 if number == 3 and rank == 1 else 4
+        found.append(impl.agree(number, number << 8, own, 100 * rank + number, "a call"))
         so.all_reduce(torch.ones(3), group)
-    found.append(impl.agree(1 << 8, 7, "call 1"))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_take_the_choice_of_rank_0(ranks, world: int) -> None:
-    assert ranks(world).run(agree) == [[*range(1, 9), 1]] * world
+    for rank, found in enumerate(ranks(world).run(agree)):
+        assert [choice for choice, _ in found] == list(range(1, 9))
+        assert [alike for _, alike in found] == [not (rank == 1 and number == 3) for number in range(1, 9)]
 
 
-def fill(rank: int, world: int, group) -> list[int]:
+def run_ahead(rank: int, world: int, group) -> list[int]:
+    """Rank 0 is many choices ahead, and the table goes round."""
     impl = so.Communicator(group)._open()
-    return [impl.agree(3 * key, key, "") for key in range(1, 1027)]
+    found = []
+    for block in range(3):
+        numbers = range(block * 4000 + 1, block * 4000 + 4001)
+        if rank == 0:
+            found += [impl.agree(number, 8, 4, number, "a call")[0] for number in numbers]
+        dist.barrier(group)
+        if rank != 0:
+            found += [impl.agree(number, 8, 4, 1, "a call")[0] for number in numbers]
+        dist.barrier(group)
+    return found
 
 
-def test_a_full_table_is_full_for_all(ranks) -> None:
-    assert ranks(2).run(fill) == [[*range(1, 1025), 0, 0]] * 2
+def test_rank_0_may_be_far_ahead(ranks) -> None:
+    assert ranks(2).run(run_ahead) == [list(range(1, 12001))] * 2
 
 
 def differ(rank: int, world: int, group) -> tuple[str, float]:
@@ -178,7 +235,7 @@ def differ(rank: int, world: int, group) -> tuple[str, float]:
         if rank == 0:
             comm.all_gather(torch.ones(4), None)
         else:
-            comm._open().agree(12, 1, "all_gather_gemm of something")
+            comm._open().agree(1, 12, 4, 1, "all_gather_gemm of something")
     return str(caught.value), time.monotonic() - begin
 
 
@@ -186,6 +243,39 @@ def test_a_rank_whose_call_rank_0_does_not_make_is_told_at_once(ranks) -> None:
     for message, seconds in ranks(2).run(differ):
         assert "all_gather_gemm of something" in message
         assert seconds < 10, "of a timeout of 20 s"
+
+
+def choose_differently(rank: int, world: int, group) -> str:
+    comm = so.Communicator(group, timeout=20)
+    if rank == 0:
+        comm._open().agree(1, 16, 4, 1, "all_reduce of something else")
+        while comm.errored() is None:
+            time.sleep(0.01)
+        return str(comm.errored())
+    with pytest.raises(so.MismatchError) as caught:
+        comm._open().agree(1, 12, 4, 1, "all_gather_gemm of something")
+    return str(caught.value)
+
+
+def test_a_rank_that_chooses_for_another_call_is_told_at_once(ranks) -> None:
+    for message in ranks(2).run(choose_differently):
+        assert "all_gather_gemm of something" in message
+
+
+def call_timeout(rank: int, world: int, group) -> float:
+    comm = so.Communicator(group, timeout=60)
+    if rank == 0:
+        while comm.errored() is None:
+            time.sleep(0.01)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(so.PeerTimeoutError):
+        comm._open().agree(1, 12, 4, 1, "all_gather_gemm of something", 0.5)
+    return time.monotonic() - begin
+
+
+def test_it_obeys_the_timeout_of_its_call(ranks) -> None:
+    assert 0.4 < ranks(2).run(call_timeout)[1] < 2.5
 
 
 def wait_alone(rank: int, world: int, group) -> str | None:
@@ -196,7 +286,7 @@ def wait_alone(rank: int, world: int, group) -> str | None:
         return None
     begin = time.monotonic()
     with pytest.raises(so.PeerTimeoutError) as caught:
-        comm._open().agree(12, 1, "all_gather_gemm of something")
+        comm._open().agree(1, 12, 4, 1, "all_gather_gemm of something")
     assert 0.4 < time.monotonic() - begin < 2.5
     return str(caught.value)
 
@@ -247,11 +337,11 @@ def measured(rank: int, world: int, group) -> tuple[so.Explanation, so.Explanati
         so.all_gather_gemm(x, weight, group, return_gathered=True)
     line = trace.timelines[0]
     traced = so.explain(so.all_gather_gemm, x, weight, group, return_gathered=True)
-    other = so.explain(so.all_gather_gemm, x, weight, group)
+    other = so.explain(so.all_gather_gemm, x, torch.ones(64, 128), group, return_gathered=True)
     return traced, other, max(line.seconds(rank) for rank in range(world))
 
 
 def test_explain_tells_what_a_trace_has_measured(ranks) -> None:
     for traced, other, seconds in ranks(2).run(measured):
         assert traced.measured == seconds > 0
-        assert other.measured is None, "another plan: it does not keep what is gathered"
+        assert other.measured is None, "another weight"

@@ -221,7 +221,7 @@ def test_sizes_are_sharded_as_the_benchmarks_do() -> None:
         (("all_gather_gemm", 4, 6, 8, 8), "M is 6; expected a multiple of the group's 4 ranks"),
         (("all_gather_gemm", 4, 8, 6, 8), "N is 6; expected a multiple of 4"),
         (("gemm_reduce_scatter", 4, 8, 8, 6), "K is 6; expected a multiple of 4"),
-        (("all_gather_gemm", 4, 0, 8, 8), "M is 0; expected an integer of at least 1"),
+        (("all_gather_gemm", 4, 0, 8, 8), "M is 0; expected an integer from 1 to 268435456"),
         (("all_to_all", 4, 8, 8, 8), "operation is 'all_to_all'"),
     ],
 )
@@ -362,3 +362,11 @@ def test_what_is_simulated_is_what_runs(world: int) -> None:
     for spec in plans.variants(world, chunks=(1, 2), compute_streams=(1, 2)):
         built = plans.build_spec(spec, pruned=False)
         assert _C.prune_implied(built) == plans.build_spec(spec), spec
+
+
+def test_costs_that_give_no_time_are_an_error() -> None:
+    costs = replace(FREE, gemm_flops=1e-300)
+    with pytest.raises(ValueError, match=r"costs and sizes are such that rank 0 compute0 .* would take for ever"):
+        simulate.simulate(Spec("all_gather_gemm", world=2), 1 << 20, 1 << 20, 1 << 20, costs=costs)
+    with pytest.raises(ValueError, match="N is 268435457; expected an integer from 1 to 268435456"):
+        simulate.local_problem("all_gather_gemm", 1, 1, (1 << 28) + 1, 1)

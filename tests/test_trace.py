@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from ranks import Pools
+from ranks import Pool, Pools
 from timelines import pack, unpack, verify_order
 
 import streamoverlap as so
@@ -170,6 +172,46 @@ def test_errors_name_the_argument_and_leave_no_trace_on(ranks) -> None:
     assert count == "3"
 
 
+def leave_badly(rank: int, world: int, group, how: str) -> tuple[str, float]:
+    """What a rank is told at the end of its block, and after how many seconds."""
+    comm = so.Communicator(group, timeout=2)
+    calls(world, so.PlanSpec())
+    begin = time.monotonic()
+    try:
+        if how == "a rank leaves a trace before" and rank == 0:
+            with suppress(KeyError), so.trace(group=group):
+                raise KeyError
+        with so.trace(group=group):
+            calls(world, so.PlanSpec())
+            begin = time.monotonic()
+            if how == "the group fails" and rank == 0:
+                comm.abort("enough")
+            if how == "a rank raises" and rank == 0:
+                comm.close()  # nor may that change what is raised
+                raise KeyError("mine")
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing", time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("the group fails", ["CommunicatorError: .*enough"] * 2),
+        ("a rank raises", ["KeyError: 'mine'", "RuntimeError: could not gather a trace of group .*within the timeout"]),
+        (
+            "a rank leaves a trace before",
+            ["RuntimeError: ranks left different traces .*trace 2 of rank 0, 1 of rank 1"] * 2,
+        ),
+    ],
+)
+def test_a_block_that_ends_badly_ends_in_time(how: str, told: list[str]) -> None:
+    with Pool(2) as pool:
+        for (message, seconds), expected in zip(pool.run(leave_badly, how, timeout=30), told, strict=True):
+            assert re.match(expected, message), message
+            assert seconds < 2 + 2
+
+
 def test_a_chrome_trace_has_tracks_and_matching_flows(ranks, tmp_path) -> None:
     path = tmp_path / "calls.json"
     packed, *_ = ranks(3).run(traced, so.PlanSpec("ring", 2, 2), str(path))[0]
@@ -268,7 +310,10 @@ def test_the_command_says_what_it_needs(capsys) -> None:
     ("options", "told"),
     [
         (["--out", "x.gif"], "--out: path is 'x.gif'; expected a file that ends in .json, .png or .svg"),
-        (["--out", "/no/such/x.png"], "--out is /no/such/x.png; expected a file in a folder that exists"),
+        (
+            ["--out", "/no/such/x.png"],
+            "--out: path is '/no/such/x.png'; expected a file in a folder that exists and can be written",
+        ),
         (["--shape", "4,4"], "is '4,4'; expected M,N,K"),
         (["--shape", "5,4,4"], "M of --shape is 5; expected a multiple of --world, 2"),
         (["--graph"], "--graph is for --device cuda"),

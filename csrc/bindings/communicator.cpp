@@ -163,7 +163,9 @@ Communicator::WorkPointer Communicator::run(const std::shared_ptr<Problem>& prob
     if (options.prepare) backend_->prepare(*problem);
     if (!options.issue) return nullptr;
     if (traces_) {
-      call.trace = std::make_shared<CallTrace>(*problem->plan, plan::to_string(spec) + " on " + problem->description());
+      std::string title = plan::to_string(spec) + " on " + problem->description();
+      for (const at::Tensor& weight : problem->weights) title += c10::str(", weight of ", weight.sizes());
+      call.trace = std::make_shared<CallTrace>(*problem->plan, std::move(title));
       traces_->push_back(call.trace);
     }
     in_flight = backend_->issue(problem, options);
@@ -218,8 +220,11 @@ std::uint32_t Communicator::enter_serial(std::uint32_t signature, const std::str
   return number;
 }
 
-std::uint32_t Communicator::agree(std::uint32_t key, std::uint32_t choice, const std::string& call) {
-  return group().agree(key, choice, call, poll_);
+std::pair<std::uint32_t, bool> Communicator::agree(std::uint32_t number, std::uint32_t shared, std::uint32_t own,
+                                                   std::uint32_t choice, const std::string& call, double timeout) {
+  const std::chrono::milliseconds wait = timeout > 0 ? milliseconds(timeout) : std::chrono::milliseconds{0};
+  const Group::Agreed agreed = group().agree({number, shared, own, choice, call}, poll_, wait);
+  return {agreed.choice, agreed.alike};
 }
 
 void Communicator::fail_serial(std::uint32_t number, const std::string& cause) { group().fail_serial(number, cause); }

@@ -59,7 +59,9 @@ class Communicator {
   // A call by the group's own collective begins: throws where a peer makes another one, or the group has failed.
   // With `timeout_seconds` the watchdog watches it until it is left, or has failed. Returns its number.
   std::uint32_t enter_serial(std::uint32_t signature, const std::string& text, std::optional<double> timeout_seconds);
-  std::uint32_t agree(std::uint32_t key, std::uint32_t choice, const std::string& call);
+  // Rank 0's choice, and whether it knows the same of the call; see Group::agree. `timeout` in seconds, 0: the group's.
+  std::pair<std::uint32_t, bool> agree(std::uint32_t number, std::uint32_t shared, std::uint32_t own,
+                                       std::uint32_t choice, const std::string& call, double timeout);
   void fail_serial(std::uint32_t number, const std::string& cause);
   void leave_serial(std::uint32_t number);
 

@@ -236,7 +236,8 @@ void register_communicator(py::module_& m) {
       .def("all_reduce", released(&Communicator::all_reduce))
       .def("enter_serial", released(&Communicator::enter_serial), py::arg("signature"), py::arg("text"),
            py::arg("timeout"))
-      .def("agree", released(&Communicator::agree), py::arg("key"), py::arg("choice"), py::arg("call"))
+      .def("agree", released(&Communicator::agree), py::arg("number"), py::arg("shared"), py::arg("own"),
+           py::arg("choice"), py::arg("call"), py::arg("timeout") = 0.0)
       .def("fail_serial", released(&Communicator::fail_serial), py::arg("number"), py::arg("cause"))
       .def("leave_serial", released(&Communicator::leave_serial), py::arg("number"))
       .def("reserve", released(&Communicator::reserve), py::arg("slot_bytes"))

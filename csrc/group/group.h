@@ -88,10 +88,20 @@ class Group {
   // shared.
   void enter_growth(std::uint32_t signature);
   // Where all ranks must choose alike, but each knows only a part of what the choice should follow, such as the size of
-  // its own weight: rank 0's `choice` for `key`, made once; neither may be 0. Ranks ask at the same places in the order
-  // of calls. One that is ahead of rank 0 waits for it, for the timeout at most; if rank 0 then makes another call,
-  // that is a mismatch. Returns 0, on all ranks, for keys beyond the first kChoices.
-  std::uint32_t agree(std::uint32_t key, std::uint32_t choice, const std::string& call, const Poll& poll = {});
+  // its own weight: rank 0's choice. Ranks ask at the same calls, numbered from 1. A rank that is ahead of rank 0 waits
+  // for it, for `timeout` at most (0: the group's); if rank 0 makes another call instead, that is a mismatch.
+  struct Choice {
+    std::uint32_t number = 0;
+    std::uint32_t shared = 0;  // of what all ranks know of the call
+    std::uint32_t own = 0;     // of all that this rank knows
+    std::uint32_t choice = 0;  // this rank's
+    std::string call;          // for messages
+  };
+  struct Agreed {
+    std::uint32_t choice = 0;
+    bool alike = false;  // rank 0 knows the same of the call
+  };
+  Agreed agree(const Choice& choice, const Poll& poll = {}, std::chrono::milliseconds timeout = {});
 
   // The watchdog watches the call until it is left; `timeout` 0: the group's. A call that has failed makes it look for
   // the peer that is gone and abort.

@@ -43,8 +43,10 @@ inline constexpr std::uint32_t kSignatureMask = ~(kSeen | kReceived);
 inline constexpr int kSerialCalls = 256;
 // Likewise the growth of slots, for a call whose signature it is: all ranks take part, so one word will do.
 
-// What rank 0 has chosen for all ranks, by key: the key in the upper half, the choice in the lower; see Group::agree.
-inline constexpr int kChoices = 1024;
+// What rank 0 has chosen for all ranks, choice n in entry n % kChoices; see Group::agree. `stamp`: n in the upper half,
+// the choice in the lower; `of`: what all ranks know of the call in the upper half, rank 0's own part in the lower. No
+// rank is that far behind another one: streams do not take so much.
+inline constexpr int kChoices = 4096;
 
 enum class State : std::uint32_t { Open = 1, Closed = 2 };
 
@@ -80,6 +82,10 @@ using LongWord = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "flags must be plain 32-bit words");
 static_assert(LongWord::is_always_lock_free && sizeof(LongWord) == 8, "counters must be plain 64-bit words");
 
+struct ChoiceEntry {
+  LongWord stamp, of;
+};
+
 struct ControlHead {
   std::uint32_t magic, version, world, rank, slots, pid;
 
@@ -90,7 +96,7 @@ struct ControlHead {
   alignas(kCacheLine) LongWord serial[kSerialCalls];
   LongWord growth;
 
-  alignas(kCacheLine) LongWord choices[kChoices];  // used in rank 0's segment alone
+  alignas(kCacheLine) ChoiceEntry choices[kChoices];  // used in rank 0's segment alone
 
   alignas(kCacheLine) Word abort;  // used in rank 0's segment alone
   AbortRecord record;

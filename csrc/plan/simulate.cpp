@@ -1,6 +1,7 @@
 #include "simulate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <queue>
@@ -136,9 +137,20 @@ class Simulation {
     return std::max(task.span.start, seen) + (awaits ? costs_.await : costs_.wait);
   }
 
-  void finish_at(double time, int id) { events_.push({time, id, false}); }
+  // Constants that are finite each may give together what is not.
+  void expect_finite(double seconds, int id) const {
+    if (std::isfinite(seconds)) return;
+    throw std::invalid_argument("costs and sizes are such that " + graph_.describe(tasks_[id].node) +
+                                " would take for ever");
+  }
+
+  void finish_at(double time, int id) {
+    expect_finite(time, id);
+    events_.push({time, id, false});
+  }
 
   void share_after(double time, double alone, int id) {
+    expect_finite(time + alone, id);
     tasks_[id].remaining = alone;
     events_.push({time, id, true});
   }
@@ -176,7 +188,7 @@ class Simulation {
       const double end = now_ + task.remaining * slowdown(task);
       if (end < done) std::tie(done, first) = std::pair(end, i);
     }
-    const bool event_first = !events_.empty() && events_.top().time < done;
+    const bool event_first = sharing_.empty() || (!events_.empty() && events_.top().time < done);
     const double then = event_first ? events_.top().time : done;
     for (const int id : sharing_) {
       Task& task = tasks_[id];

@@ -68,13 +68,17 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--shape", metavar="M,N,K", type=shape, help=f"of the picture, before sharding (about {_SIZE} each)"
     )
-    parser.add_argument("--device", metavar="NAME|FILE", default="h200", help="whose costs the picture has (h200)")
+    parser.add_argument("--device", metavar="NAME|FILE", help="whose costs the picture has (h200)")
     parser.add_argument("--graph", action="store_true", help="the picture is of a CUDA graph: no CPU cost")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.draw is None:
+        for name, given in (("--shape", args.shape), ("--device", args.device), ("--graph", args.graph or None)):
+            if given is not None:
+                raise UsageError(f"streamoverlap plan: {name} is for --draw")
     rank = args.rank or 0
     if not 0 <= rank < args.world:
         raise UsageError(f"streamoverlap plan: --rank is {args.rank}; expected 0 to {args.world - 1} (--world - 1)")
@@ -118,7 +122,10 @@ def _without(built: _Plans, rank: int, index: int) -> _Plans:
 def _draw(
     args: argparse.Namespace, built: list[plans.Plan], ranks: list[plans.Plan], faults: list[plans.Fault]
 ) -> None:
-    draw.require(args.draw)
+    try:
+        draw.require(args.draw)
+    except ValueError as error:
+        raise ValueError(f"--draw: {error}") from error
     about = sorted({rank for fault in faults for _, rank, _ in fault.ops})
     if args.rank is None:
         shown = sorted(list(dict.fromkeys([*about, *range(args.world)]))[:_RANKS])
@@ -131,12 +138,12 @@ def _timeline(args: argparse.Namespace, built: _Plans, ranks: _Plans) -> Timelin
     """Of `ranks`; where they hang, with the times of `built`, which have one op more."""
     # A default gives way to any world size; what was asked for does not.
     sizes = args.shape or [-(-_SIZE // args.world) * args.world] * 3
-    options = {"costs": simulator.Costs.load(args.device), "graph": args.graph}
+    options = {"costs": simulator.Costs.load(args.device or "h200"), "graph": args.graph}
     whole = simulator.simulate(built, *sizes, **options)
     if args.without is None:
         return whole
     rank, index = args.rank or 0, args.without
-    title = f"{whole.title}, without op {index} of rank {rank}, {built[rank].ops[index]}"
+    title = f"{whole.title}, without op {index} of rank {rank}, {' '.join(str(built[rank].ops[index]).split())}"
     try:
         return replace(simulator.simulate(ranks, *sizes, **options), title=title)
     except ValueError:

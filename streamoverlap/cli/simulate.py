@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
+
+from rich.console import Console
 
 from streamoverlap import plans
 from streamoverlap import simulate as simulator
@@ -57,10 +60,13 @@ def run(args: argparse.Namespace) -> int:
     sizes = (args.op, args.world, *args.shape)
     options = {"costs": costs, "as_tp": args.as_tp}
     simulated = {**options, "dtype_bytes": args.dtype_bytes, "graph": args.graph}
+    errors = Console(stderr=True)
+    status = errors.status("plans are simulated") if errors.is_terminal else nullcontext()
     try:
-        gemm = simulator.gemm_seconds(*sizes, **options)
-        ranking = simulator.best(*sizes, **simulated)
-        rows = [_row(plan, seconds, gemm, sizes, simulated) for plan, seconds in ranking]
+        with status:
+            gemm = simulator.gemm_seconds(*sizes, **options)
+            ranking = simulator.best(*sizes, **simulated)
+            rows = [_row(plan, seconds, gemm, sizes, simulated) for plan, seconds in ranking]
     except ValueError as error:
         raise UsageError(f"streamoverlap simulate: {error}") from error
     if args.json:

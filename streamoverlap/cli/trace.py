@@ -143,8 +143,6 @@ def _job(args: argparse.Namespace) -> Job:
             validate_path(path)
         except (ValueError, ImportError) as error:
             raise UsageError(f"streamoverlap trace: --out: {error}") from error
-        if not path.parent.is_dir():
-            raise UsageError(f"streamoverlap trace: --out is {path}; expected a file in a folder that exists")
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     files = tuple(str(path.resolve()) for path in args.out)
     return Job(args.operation, world, m, n, k, dtype, plan, args.device, args.graph, files)

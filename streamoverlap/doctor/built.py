@@ -41,7 +41,11 @@ def architectures() -> list[tuple[int, int]]:
 
 def _record(folder: Path) -> dict:
     path = folder / RECORD
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        record = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError):
+        return {}  # less is known, which the findings say
+    return record if isinstance(record, dict) else {}
 
 
 def _compiled_part(broken: BaseException | None, record: dict) -> Finding:
