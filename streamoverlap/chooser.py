@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,6 +145,7 @@ class Chooser:
         self._tunes = tunes
         self._simulates = simulates
         self._calls = 0
+        self._order = threading.Lock()  # of calls by several threads
         self._publishes = False  # rank 0 does so at every call, as another rank may see this one for the first time
         self._known: dict[tuple, _Known] = {}
         self._found: dict[Shape, Choice] = {}  # measured by this process
@@ -156,13 +158,10 @@ class Chooser:
         """For one call, the same on all ranks; `timeout` in seconds, 0: the group's."""
         key = _key(asked)
         known = self._known.get(key)
-        if known is None:
-            asked.identity()  # raises what is wrong with the arguments
-        self._calls += 1
         if known is not None:
-            if self._publishes:
-                self._agree(self._calls, known.agreement, timeout)
+            self._ask(known.agreement, timeout, knows=True)
             return known.choice
+        asked.identity()  # raises what is wrong with the arguments
         choice, alike, agreement = self._settle(asked, timeout)
         # Where rank 0's weight has another size it may choose differently next time, for a call that looks alike here.
         if alike:
@@ -170,6 +169,17 @@ class Chooser:
                 self._known.clear()
             self._known[key] = _Known(choice, agreement)
         return choice
+
+    def _ask(self, agreement: Agreement, timeout: float, knows: bool) -> tuple[int, bool]:
+        """Rank 0's choice, and whether it knows the same of the call; a rank that `knows` need not wait for it."""
+        if self._world == 1:
+            return agreement.choice, True
+        with self._order:  # what rank 0 says of a call comes before what it says of the next one, in any thread
+            self._calls += 1
+            number = self._calls
+            if self._publishes:
+                return self._agree(number, agreement, timeout)
+        return (agreement.choice, True) if knows else self._agree(number, agreement, timeout)
 
     def own(self, asked: Asked) -> Choice:
         """What this rank would choose; for one that has made such a call, what it ran."""
@@ -209,9 +219,7 @@ class Chooser:
             _TUNE if tunes else _code(choice.plan),
             f"{asked.operation} on x of {list(asked.x.shape)}, {asked.x.dtype}",
         )
-        code, alike = agreement.choice, True
-        if self._world > 1:
-            code, alike = self._agree(self._calls, agreement, timeout)
+        code, alike = self._ask(agreement, timeout, knows=False)
         if code == _TUNE:
             choice = self._tune(asked)
         elif (plan := _plan(code)) != choice.plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -226,6 +227,24 @@ def run_ahead(rank: int, world: int, group) -> list[int]:
 
 def test_rank_0_may_be_far_ahead(ranks) -> None:
     assert ranks(2).run(run_ahead) == [list(range(1, 12001))] * 2
+
+
+def same_calls_from_two_threads(rank: int, world: int, group) -> int:
+    """Without a plan, each of a shape that is new; it matters not which thread is first on which rank."""
+    comm = so.Communicator(group, timeout=20, tuning="table")
+
+    def call(rows: int) -> None:
+        assert (comm.all_gather(torch.ones(rows, 3), None) == 1).all()
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for rows in range(1, 101):
+            for done in [pool.submit(call, rows) for _ in range(2)]:
+                done.result()
+    return comm._plans._chooser._calls
+
+
+def test_threads_may_make_the_same_call(ranks) -> None:
+    assert ranks(2).run(same_calls_from_two_threads) == [200, 200]
 
 
 def differ(rank: int, world: int, group) -> tuple[str, float]:

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kSpins = 1000;
 constexpr std::chrono::microseconds kChoiceWait{50};
+// Another thread of this rank may have a choice and not have issued its call yet, while rank 0 has.
+constexpr std::chrono::seconds kOutOfStep{1};
 
 }  // namespace
 
@@ -23,11 +25,11 @@ Group::Agreed Group::agree(const Choice& choice, const Poll& poll, std::chrono::
     return {choice.choice, true};
   }
   const std::uint32_t signature = choice.shared & kSignatureMask;
-  const std::uint64_t issued = own().head().issued.load(std::memory_order_relaxed);
   const auto begin = std::chrono::steady_clock::now();
+  auto in_step = begin;  // when rank 0 was last seen not to have issued more calls than this rank
   for (int spins = 0;; ++spins) {
     // Before the entry: a call that rank 0 has issued comes after what it chose for it.
-    const bool passed = head.issued.load(std::memory_order_acquire) > issued;
+    const bool behind = head.issued.load(std::memory_order_acquire) > own().head().issued.load();
     const std::uint64_t stamp = entry.stamp.load(std::memory_order_acquire);
     const std::uint64_t of = entry.of.load(std::memory_order_relaxed);
     const auto number = static_cast<std::uint32_t>(stamp >> 32);
@@ -35,14 +37,16 @@ Group::Agreed Group::agree(const Choice& choice, const Poll& poll, std::chrono::
       return {static_cast<std::uint32_t>(stamp), static_cast<std::uint32_t>(of) == choice.own};
     }
     check();
-    if (spins < kSpins && !passed && number != choice.number) continue;
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    if (spins < kSpins && number != choice.number) continue;
+    const auto now = std::chrono::steady_clock::now();
+    if (!behind) in_step = now;
     if (!described(signature)) describe(signature, choice.call);
-    if (passed || number == choice.number) {
+    if (number == choice.number || now - in_step > kOutOfStep) {
       abort_mismatch(0, signature, static_cast<std::uint32_t>(of >> 32) & kSignatureMask);
       throw error(signature);
     }
-    if (elapsed >= (timeout.count() > 0 ? timeout : this->timeout())) {
+    if (now - begin >= (timeout.count() > 0 ? timeout : this->timeout())) {
+      const std::chrono::duration<double> elapsed = now - begin;
       fail_peer(0, "chooses the plan and has not come to this call", signature, elapsed.count());
       throw error(signature);
     }
