@@ -33,6 +33,7 @@ help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo "ARGS goes to the program that is run: make test ARGS='-k ring -x'"
+	@echo "WORKERS=0 runs one test at a time: make test WORKERS=0 ARGS=-s"
 	@echo "VENV= takes PYTHON as it is, with the packages it has: make test-gpu VENV= PYTHON=python3"
 
 build: $(BUILT) ## the extension, in place, and .venv with all it needs
