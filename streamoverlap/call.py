@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +67,9 @@ class Call:
         spec: its plan; None: it runs serial.
         device: where its tensors are.
         follow: runs what follows calls on the CPU.
-        async_op, timeout, streams: as in `streamoverlap.all_gather_gemm`.
+        async_op: as in `streamoverlap.all_gather_gemm`.
+        timeout: seconds; 0 is the communicator's.
+        streams: the set that it uses; None: a private one, or none on the CPU.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Call:
         device: torch.device,
         follow: FollowOnCpu,
         async_op: bool,
-        timeout: float | timedelta | None,
+        timeout: float,
         streams: StreamSet | None,
     ) -> None:
         self.impl = impl
@@ -87,8 +88,8 @@ class Call:
         self.async_op = async_op
         self._device = device
         self._follow = follow
-        self._streams = choose_streams(streams, device.type) if streams is not None or device.type == "cuda" else None
-        self.timeout = 0.0 if timeout is None else seconds_of(timeout)
+        self._streams = streams
+        self.timeout = timeout
 
     @property
     def options(self) -> _C.CallOptions:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamoverlap import _C, simulate
 from streamoverlap.intercept import Asked
-from streamoverlap.spec import ALGORITHMS, DEFAULT, REDUCTIONS, Choice, PlanSpec
+from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
 # Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32.
@@ -47,13 +47,13 @@ class Shape(NamedTuple):
 
     def shared(self) -> tuple:
         """What all ranks know: their weights may differ in the size that is their own."""
-        width = self.k if self.operation in ("all_gather_gemm", "all_gather") else self.n
+        width = self.k if self.operation in GATHERS else self.n
         return self.operation, self.m, width, str(self.dtype), self.compute_streams
 
 
 def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -> Shape:
     """Of valid arguments."""
-    gathers = operation in ("all_gather_gemm", "all_gather")
+    gathers = operation in GATHERS
     if weights:
         rows, k, n = prod(x.shape[:-1]), x.shape[-1], sum(weight.shape[0] for weight in weights)
         m, n, k = (rows * world, n * world, k) if gathers else (rows, n, k * world)
@@ -68,9 +68,9 @@ def costs_of(dtype: torch.dtype) -> simulate.Costs:
     return replace(costs, gemm_flops=costs.gemm_flops * _RATES[dtype])
 
 
-def predicted(shape: Shape, plan: PlanSpec, graph: bool = False) -> float:
+def predicted(shape: Shape, plan: PlanSpec) -> float:
     """Seconds of one call on idle ranks, H200s."""
-    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize, "graph": graph}
+    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
     spec = simulate.spec_of(plan, shape.operation, shape.world)
@@ -186,7 +186,7 @@ class Chooser:
         known = self._known.get(_key(asked))
         if known is not None:
             return known.choice
-        if not _has_data(asked):
+        if not has_data(asked):
             return DEFAULT
         shape = self.bucket(asked)
         choice = self._found.get(shape) or self._look_up(shape, asked.weights)
@@ -211,11 +211,10 @@ class Chooser:
         choice = self.own(asked)
         shape = self.bucket(asked)
         capturing = asked.x.is_cuda and torch.cuda.is_current_stream_capturing()
-        tunes = self._tunes() and choice.measured is None and not capturing and _has_data(asked)
-        layouts = [weight.stride(-1) == 1 for weight in asked.weights]
+        tunes = self._tunes() and choice.measured is None and not capturing and has_data(asked)
         agreement = Agreement(
             _hash(shape.shared()),
-            _hash((shape, layouts)),
+            _hash((shape, layout_of(asked.weights))),
             _TUNE if tunes else _code(choice.plan),
             f"{asked.operation} on x of {list(asked.x.shape)}, {asked.x.dtype}",
         )
@@ -232,8 +231,13 @@ def _key(asked: Asked) -> tuple:
     return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, *layouts)
 
 
-def _has_data(asked: Asked) -> bool:
+def has_data(asked: Asked) -> bool:
     return asked.x.numel() > 0 and all(weight.numel() > 0 for weight in asked.weights)
+
+
+def layout_of(weights: Sequence[Tensor]) -> str:
+    """Row- or column-major, of each."""
+    return ",".join("row" if weight.stride(-1) == 1 else "column" for weight in weights)
 
 
 def _hash(value: object) -> int:

@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 
 from streamoverlap._C import Op
+from streamoverlap.plans import STREAMS
 from streamoverlap.timeline import Timeline
 
-_STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _GAP = 20e-6  # seconds between calls of which nobody knows when they were
 
 
@@ -59,12 +59,12 @@ def _offsets(timelines: Sequence[Timeline]) -> list[float]:
 def _tracks(timelines: Sequence[Timeline]) -> Iterator[dict]:
     """Names and order of processes and threads."""
     ranks = [(rank, plan) for timeline in timelines for rank, plan in enumerate(timeline.plans)]
-    used = sorted({(rank, _STREAMS.index(op.stream)) for rank, plan in ranks for op in plan.ops})
+    used = sorted({(rank, STREAMS.index(op.stream)) for rank, plan in ranks for op in plan.ops})
     for rank in sorted({rank for rank, _ in used}):
         yield _named("process_name", rank, 0, name=f"rank {rank}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)
     for rank, stream in used:
-        yield _named("thread_name", rank, stream, name=_STREAMS[stream])
+        yield _named("thread_name", rank, stream, name=STREAMS[stream])
         yield _named("thread_sort_index", rank, stream, sort_index=stream)
 
 
@@ -79,7 +79,7 @@ def _ops(timeline: Timeline, rank: int, call: int, offset: float) -> Iterator[di
             "cat": op.kind,
             "ph": "X",
             "pid": rank,
-            "tid": _STREAMS.index(op.stream),
+            "tid": STREAMS.index(op.stream),
             "ts": 1e6 * (start + offset),
             "dur": 1e6 * (end - start),
             "args": {"call": call, "op": index, **_args(op)},
@@ -123,7 +123,7 @@ def _flows(timeline: Timeline, offset: float, ids: Iterator[int]) -> Iterator[di
                 "ph": phase,
                 "id": number,
                 "pid": rank,
-                "tid": _STREAMS.index(timeline.plans[rank].ops[op].stream),
+                "tid": STREAMS.index(timeline.plans[rank].ops[op].stream),
                 "ts": 1e6 * (at + offset),
             }
             yield flow if phase == "s" else {**flow, "bp": "e"}

@@ -439,7 +439,7 @@ class Communicator:
             raise Intercepted(self, asked, plan)
         wait = 0.0 if timeout is None else seconds_of(timeout)
         self.last_choice = choice = self._plans.choose(asked, plan, wait)
-        return Call(impl, self._spec_of(asked, choice.plan), self.device, self._follow, async_op, timeout, streams)
+        return Call(impl, self._spec_of(asked, choice.plan), self.device, self._follow, async_op, wait, asked.streams)
 
     def _spec_of(self, asked: Asked, plan: PlanSpec) -> _C.Spec | None:
         if plan.algorithm == "serial":

@@ -8,11 +8,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple
 
-from streamoverlap.plans import Fault
+from streamoverlap.plans import STREAMS, Fault
 from streamoverlap.timeline import Timeline
 
 PICTURES = (".png", ".svg")
-STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _SHOWN = 4  # ranks, where none are asked for
 
 # Okabe and Ito's colours, which colour-blind people tell apart: https://jfly.uni-koeln.de/color/

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from streamoverlap import _C, table, tuner
-from streamoverlap.chooser import Chooser, Shape, measured, predicted, shape_of
+from streamoverlap.chooser import Chooser, Shape, has_data, measured, predicted, shape_of
 from streamoverlap.explain import Explanation
 from streamoverlap.intercept import Asked
 from streamoverlap.spec import DEFAULT, Choice, PlanSpec, given_or_forced
@@ -74,7 +74,7 @@ class PlanSource:
         asked.identity()
         choice = self._without_asking(plan) or self._chooser.own(asked)
         spec, seconds = comm._spec_of(asked, choice.plan), None
-        if comm.device_type == "cuda" and asked.x.numel() > 0 and all(weight.numel() > 0 for weight in asked.weights):
+        if comm.device_type == "cuda" and has_data(asked):
             seconds = predicted(shape_of(asked.operation, comm.world, asked.x, asked.weights), choice.plan)
         traced = None
         if spec is not None:

@@ -19,6 +19,7 @@ from streamoverlap.spec import SUMS_OF_PRODUCTS
 __all__ = [
     "KINDS",
     "OPERATIONS",
+    "STREAMS",
     "Fault",
     "Flag",
     "Op",
@@ -42,7 +43,7 @@ OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_sc
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
 KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
-_STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
+STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
 _FLAGS = ("full", "empty")
 
@@ -136,7 +137,7 @@ def _op_tuple(op: Op) -> tuple:
     flag = op.flag
     return (
         KINDS.index(op.kind),
-        _STREAMS.index(op.stream),
+        STREAMS.index(op.stream),
         [_region_tuple(region) for region in op.reads],
         [_region_tuple(region) for region in op.writes],
         op.bias,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from streamoverlap import _C, plans
 from streamoverlap.plans import KINDS
-from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, PlanSpec
 from streamoverlap.timeline import Timeline
 
 _SHIPPED = Path(__file__).with_name("costs")
@@ -198,7 +198,7 @@ def local_problem(operation: str, world: int, m: int, n: int, k: int, as_tp: int
     for name, value in (("world", world), ("M", m), ("N", n), ("K", k), ("as_tp", split)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise ValueError(f"{name} is {value!r}; expected an integer from 1 to {_MOST}")
-    gathers = operation in ("all_gather_gemm", "all_gather")
+    gathers = operation in GATHERS
     if "all_reduce" not in operation and m % world:
         raise ValueError(f"M is {m}; expected a multiple of the group's {world} ranks")
     if "gemm" in operation:

@@ -11,6 +11,7 @@ from streamoverlap import _C
 
 ALGORITHMS = ("direct", "ring", "serial")
 REDUCTIONS = ("accumulate", "sum")
+GATHERS = ("all_gather_gemm", "all_gather")  # the operations whose x is a shard of what is exchanged
 SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")  # the operations that PlanSpec.reduce is for
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import table
-from streamoverlap.chooser import Shape, ranked
+from streamoverlap.chooser import Shape, layout_of, ranked
 from streamoverlap.intercept import Asked, intercept
 from streamoverlap.meeting import attempt
-from streamoverlap.spec import PlanSpec
+from streamoverlap.spec import GATHERS, PlanSpec
 
 if TYPE_CHECKING:
     from streamoverlap.communicator import Communicator
@@ -86,8 +86,9 @@ def tune(function: Callable, *args: Any, rounds: int = ROUNDS, save: bool = True
 def measure(communicator: Communicator, asked: Asked, shape: Shape, rounds: int) -> tuple[Tuned, table.Table]:
     """Returns the fastest plan for calls of `shape`, the same on all ranks, and what is new for the table."""
     group, device, impl = communicator.group, communicator.device, communicator._open()
-    box = [_plans_for(communicator, shape)]
-    dist.broadcast_object_list(box, group_src=0, group=group)  # where weights differ in size, so would plans
+    # Rank 0's for all: where weights differ in size, so would plans, and a rank without data has none to try.
+    box = [_plans_for(communicator, shape) if communicator.rank == 0 else None]
+    dist.broadcast_object_list(box, group_src=0, group=group)
     plans = box[0]
     turn = itertools.cycle([_copies(asked, shape) for _ in range(_SETS)])
 
@@ -125,14 +126,13 @@ def _plans_for(communicator: Communicator, shape: Shape) -> list[PlanSpec]:
 
 def problem_of(shape: Shape, weights: Sequence[Tensor]) -> table.Problem:
     """By which a call with rows as in the bucket is found in a table."""
-    layout = ",".join("row" if weight.stride(-1) == 1 else "column" for weight in weights)
-    return table.Problem(shape.operation, shape.world, shape.m, shape.n, shape.k, str(shape.dtype)[6:], layout)
+    dtype, layout = str(shape.dtype).removeprefix("torch."), layout_of(weights)
+    return table.Problem(shape.operation, shape.world, *shape.sizes(), dtype, layout)
 
 
 def _copies(asked: Asked, shape: Shape) -> Asked:
     """Other tensors for the same call, with the rows of its bucket."""
-    gathers = asked.operation in ("all_gather_gemm", "all_gather")
-    rows = shape.m // shape.world if gathers else shape.m
+    rows = shape.m // shape.world if asked.operation in GATHERS else shape.m
     x = asked.x
     trailing = x.shape[-1:] if asked.weights else x.shape[1:]
     filled = torch.empty(rows, *trailing, dtype=x.dtype, device=x.device).normal_()

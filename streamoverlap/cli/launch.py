@@ -7,10 +7,15 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from streamoverlap.spec import SUMS_OF_PRODUCTS
 
 
 class RanksFailed(Exception):  # noqa: N818  what happened, not what is wrong
@@ -49,6 +54,28 @@ def launch(function: Callable, world: int, *args: Any) -> list:
         lines = [f"rank {rank} failed: {_reason(failure)}" for rank, failure in sorted(error.failures.items())]
         raise RanksFailed("\n".join(lines)) from error
     return [returned[rank] for rank in range(world)]
+
+
+def join_group(device: str, threads: int, timeout: float) -> None:
+    """What a rank does first: its threads, its GPU if `device` is cuda, the default group; `timeout` in seconds."""
+    torch.set_num_threads(threads)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def sizes_of(operation: str, world: int, m: int, n: int, k: int, split: int, row: int) -> list[tuple[int, int]]:
+    """Of x, and of the weight if there is one, on each rank.
+
+    N or K is split by `split`. A plain collective but all_gather moves x of m by `row`.
+    """
+    if operation == "all_gather_gemm":
+        return [(m // world, k), (n // split, k)]
+    if operation in SUMS_OF_PRODUCTS:
+        return [(m, k // split), (n, k // split)]
+    return [(m // world, k) if operation == "all_gather" else (m, row)]
 
 
 def _reason(failure) -> str:

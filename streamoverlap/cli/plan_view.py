@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from rich.table import Table
 
 from streamoverlap.cli.terminal import make_table
-from streamoverlap.plans import Flag, Op, Plan
+from streamoverlap.plans import STREAMS, Flag, Op, Plan
 
 _STYLES = {
     "gemm": "green",
@@ -17,7 +17,6 @@ _STYLES = {
     "notify": "magenta",
     "await": "magenta",
 }
-_STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 
 Place = tuple[int, int]  # rank, index into its ops
 
@@ -114,7 +113,7 @@ def steps(ranks: list[Plan]) -> list[list[int]]:
 
 def side_by_side(plan: Plan, step_of: list[int]) -> Table:
     """A column for every stream, a row for every step."""
-    streams = [stream for stream in _STREAMS if any(op.stream == stream for op in plan.ops)]
+    streams = [stream for stream in STREAMS if any(op.stream == stream for op in plan.ops)]
     rows: dict[int, dict[str, str]] = defaultdict(dict)
     for index, op in enumerate(plan.ops):
         rows[step_of[index]][op.stream] = f"{index} {_short(op)}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import streamoverlap as so
 from streamoverlap import tracing
+from streamoverlap.cli.launch import join_group, sizes_of
 from streamoverlap.timeline import Timeline
 
 _TIMEOUT = 60.0  # seconds that a rank waits for its peers
@@ -47,12 +47,7 @@ class RankTimes:
 
 def run_rank(job: Job, threads: int) -> tuple[str, list[RankTimes]]:
     """Returns the title of the traced call and the times of all ranks; rank 0 writes the files."""
-    torch.set_num_threads(threads)
-    backend = "gloo"
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
+    join_group(job.device, threads, _TIMEOUT)
     communicator = so.Communicator.of(None, job.device)
     communicator.set_timeout(_TIMEOUT)
     if communicator.fallback is not None:
@@ -78,7 +73,8 @@ def run_rank(job: Job, threads: int) -> tuple[str, list[RankTimes]]:
 
 
 def _call(job: Job):
-    operation, shapes = getattr(so, job.operation), shapes_of(job)
+    operation = getattr(so, job.operation)
+    shapes = sizes_of(job.operation, job.world, job.m, job.n, job.k, split=job.world, row=job.k)
     tensors = [torch.randn(shape).to(job.device, getattr(torch, job.dtype)) for shape in shapes]
     return lambda: operation(*tensors, plan=job.plan)
 
@@ -98,16 +94,6 @@ def _replay(job: Job, call) -> None:
         _meet(job)
         graph.replay()
     torch.cuda.synchronize()
-
-
-def shapes_of(job: Job) -> list[tuple[int, int]]:
-    """Of x, and of the weight if there is one, on each rank."""
-    m, n, k, world = job.m, job.n, job.k, job.world
-    if job.operation == "all_gather_gemm":
-        return [(m // world, k), (n // world, k)]
-    if job.operation in ("gemm_reduce_scatter", "gemm_all_reduce"):
-        return [(m, k // world), (n, k // world)]
-    return [(m // world, k) if job.operation == "all_gather" else (m, k)]
 
 
 def times_of(timeline: Timeline, rank: int) -> RankTimes:

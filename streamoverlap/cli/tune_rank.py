@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import streamoverlap as so
 from streamoverlap import table
+from streamoverlap.cli.launch import join_group, sizes_of
 
 _TIMEOUT = 120.0  # seconds that a rank waits for its peers
 
@@ -51,12 +51,7 @@ class Found:
 
 def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
     """Returns what was found, and the file that has it."""
-    torch.set_num_threads(threads)
-    backend = "gloo"
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
+    join_group(job.device, threads, _TIMEOUT)
     communicator = so.Communicator(None, device=job.device, timeout=_TIMEOUT)
     if communicator.fallback is not None:
         raise RuntimeError(f"nothing to tune, the ranks run serial: {communicator.fallback}")
@@ -64,7 +59,8 @@ def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
     with _progress(job.shapes) as shapes:
         for shape in shapes:
             options = {"device": job.device, "dtype": getattr(torch, job.dtype)}
-            tensors = [torch.empty(sizes, **options) for sizes in sizes_of(shape, job)]
+            of = sizes_of(shape.operation, job.world, shape.m, shape.n, shape.k, split=shape.as_tp, row=shape.n)
+            tensors = [torch.empty(sizes, **options) for sizes in of]
             tuned = so.tune(getattr(so, shape.operation), *tensors, rounds=job.rounds, save=job.save)
             serial = tuned.seconds.get(so.PlanSpec("serial"))
             found.append(Found(shape, tuned.plan, tuned.seconds[tuned.plan], serial, len(tuned.seconds)))
@@ -72,16 +68,6 @@ def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
     communicator.close()
     dist.destroy_process_group()
     return found, str(table.path_of(name))
-
-
-def sizes_of(shape: Shape, job: Job) -> list[tuple[int, int]]:
-    """Of x, and of the weight if there is one, on each rank."""
-    m, n, k, world = shape.m, shape.n, shape.k, job.world
-    if shape.operation == "all_gather_gemm":
-        return [(m // world, k), (n // shape.as_tp, k)]
-    if shape.operation in ("gemm_reduce_scatter", "gemm_all_reduce"):
-        return [(m, k // shape.as_tp), (n, k // shape.as_tp)]
-    return [(m // world, k) if shape.operation == "all_gather" else (m, n)]
 
 
 @contextmanager

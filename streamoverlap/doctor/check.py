@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 from streamoverlap.doctor.findings import one_line
 
@@ -53,21 +52,18 @@ def run_ranks(device: str, world: int) -> list[Outcome] | str:
 
 def run_rank(device: str, threads: int) -> Outcome:
     """On a rank."""
-    import torch
     import torch.distributed as dist
 
     import streamoverlap as so
+    from streamoverlap.cli.launch import join_group
 
-    torch.set_num_threads(threads)
-    rank = int(os.environ["RANK"])
+    # As in symmetric.py: multicast is not what is checked, and setting it up can put a host's GPUs out of service.
     if device == "cuda":
-        torch.cuda.set_device(rank)
-        # As in symmetric.py: multicast is not what is checked, and setting it up can put a host's GPUs out of service.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # NCCL comes into it at `serial`, which is tried last: where it fails, the rest has been seen.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_RANK_TIMEOUT))
+    join_group(device, threads, _RANK_TIMEOUT)
     communicator = so.Communicator(timeout=_RANK_TIMEOUT, device=device)
+    rank = communicator.rank
     trials: list[Trial] = []
     try:
         for plan in (so.PlanSpec("direct", 2, 2), so.PlanSpec("ring", 2, 1, "sum"), so.PlanSpec("serial")):
