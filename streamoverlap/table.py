@@ -107,8 +107,8 @@ class Table:
             {
                 **problem._asdict(),
                 "plan": asdict(tuned.plan),
-                "us": round(1e6 * tuned.seconds, 2),
-                "serial_us": None if tuned.serial_seconds is None else round(1e6 * tuned.serial_seconds, 2),
+                "us": _microseconds(tuned.seconds),
+                "serial_us": None if tuned.serial_seconds is None else _microseconds(tuned.serial_seconds),
             }
             for problem, tuned in sorted(self.plans.items())
         ]
@@ -118,8 +118,8 @@ class Table:
                 "n": key[1],
                 "k": key[2],
                 "algorithm": tuned.algorithm,
-                "us": round(1e6 * tuned.seconds, 2),
-                "first_us": round(1e6 * tuned.first_seconds, 2),
+                "us": _microseconds(tuned.seconds),
+                "first_us": _microseconds(tuned.first_seconds),
                 "key": list(key),
             }
             for key, tuned in sorted(self.gemms.items())
@@ -130,6 +130,15 @@ class Table:
             rows = ",\n  ".join(json.dumps(entry) for entry in entries)
             lines.append(f' "{name}": [\n  {rows}\n ]' if rows else f' "{name}": []')
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def as_kept(seconds: float) -> float:
+    """As a file has it, so that a run tells of what it has measured just what later ones will."""
+    return 1e-6 * _microseconds(seconds)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
 
 
 def _seconds(microseconds: float | None) -> float | None:

@@ -109,7 +109,8 @@ def measure(communicator: Communicator, asked: Asked, shape: Shape, rounds: int)
     mine = [statistics.median(times[plan]) for plan in plans]
     everyone: list[Any] = [None] * communicator.world
     dist.all_gather_object(everyone, mine, group=group)
-    seconds = dict(zip(plans, (max(of_ranks) for of_ranks in zip(*everyone, strict=True)), strict=True))
+    slowest = (table.as_kept(max(of_ranks)) for of_ranks in zip(*everyone, strict=True))
+    seconds = dict(zip(plans, slowest, strict=True))
     best = min(seconds, key=seconds.__getitem__)
     found = table.Table()
     found.plans[problem_of(shape, asked.weights)] = table.TunedPlan(best, seconds[best], seconds.get(_SERIAL))
