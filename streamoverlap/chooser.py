@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamoverlap import _C, simulate
 from streamoverlap.intercept import Asked
-from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
+from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, TAPERS, TRANSFERS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
 # Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32.
@@ -78,12 +78,18 @@ def predicted(shape: Shape, plan: PlanSpec) -> float:
 
 
 @lru_cache(maxsize=256)
-def ranked(shape: Shape) -> list[tuple[float, PlanSpec]]:
-    """Predicted seconds of the overlapped plans worth trying, the fastest first."""
+def ranked(shape: Shape, stores: bool = False) -> list[tuple[float, PlanSpec]]:
+    """Predicted seconds of the overlapped plans worth trying, the fastest first.
+
+    Those that store are among them only if asked for: what a store costs nobody has measured, so they are for the tuner
+    to try, not for a prediction to choose.
+    """
     tried = [
         plan
         for plan in simulate.candidates(shape.operation)
-        if shape.world * plan.chunks <= _C.MAX_CHUNKS and plan.compute_streams <= shape.compute_streams
+        if shape.world * plan.chunks <= _C.MAX_CHUNKS
+        and plan.compute_streams <= shape.compute_streams
+        and (stores or plan.transfer == "copy")
     ]
     return sorted(((predicted(shape, plan), plan) for plan in tried), key=lambda each: each[0])
 
@@ -251,8 +257,11 @@ def _shipped() -> simulate.Costs:
 
 def _code(plan: PlanSpec) -> int:
     algorithm, reduction = ALGORITHMS.index(plan.algorithm), REDUCTIONS.index(plan.reduce)
-    return (plan.chunks << 8) | (plan.compute_streams << 4) | (reduction << 2) | algorithm
+    transfer, taper = TRANSFERS.index(plan.transfer), TAPERS.index(plan.taper)
+    shape = (plan.chunks << 8) | (plan.compute_streams << 4)  # chunks have 7 bits, streams 2
+    return (taper << 17) | (transfer << 16) | shape | (reduction << 2) | algorithm
 
 
 def _plan(code: int) -> PlanSpec:
-    return PlanSpec(ALGORITHMS[code & 3], code >> 8, code >> 4 & 15, REDUCTIONS[code >> 2 & 3])
+    ways = REDUCTIONS[code >> 2 & 3], TRANSFERS[code >> 16 & 1], TAPERS[code >> 17]
+    return PlanSpec(ALGORITHMS[code & 3], code >> 8 & 0xFF, code >> 4 & 15, *ways)

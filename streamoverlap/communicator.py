@@ -538,9 +538,10 @@ def _allocate(
 
 @lru_cache(maxsize=1024)
 def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False) -> _C.Spec:
-    reduce = plan.reduce if operation in SUMS_OF_PRODUCTS else "accumulate"  # ignored, so no mismatch either
-    chunks, streams = plan.chunks, plan.compute_streams
-    return _C.Spec(operation, plan.algorithm, reduce, world, chunks, streams, keep_gathered, copy_input)
+    # Where they are ignored, so that there is no mismatch either.
+    reduce, transfer = (plan.reduce, plan.transfer) if operation in SUMS_OF_PRODUCTS else ("accumulate", "copy")
+    numbers = (world, plan.chunks, plan.compute_streams)
+    return _C.Spec(operation, plan.algorithm, reduce, *numbers, keep_gathered, copy_input, transfer, plan.taper)
 
 
 @atexit.register

@@ -42,6 +42,8 @@ OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_sc
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
+_TRANSFERS = ("copy", "store")
+_TAPERS = ("none", "first", "last", "both")
 KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
@@ -58,6 +60,8 @@ def build(
     reduce: str = "accumulate",
     keep_gathered: bool = False,
     copy_input: bool = False,
+    transfer: str = "copy",
+    taper: str = "none",
     pruned: bool = True,
 ) -> list[Plan]:
     """The plans of all ranks for one operation.
@@ -65,7 +69,8 @@ def build(
     Args:
         operation: one of `OPERATIONS`.
         world: ranks, 1 to 64.
-        algorithm, chunks, compute_streams, reduce: as in `streamoverlap.PlanSpec` ("serial" has no plan).
+        algorithm, chunks, compute_streams, reduce, transfer, taper: as in `streamoverlap.PlanSpec` ("serial" has no
+            plan).
         keep_gathered: all_gather_gemm also hands out the gathered input.
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
@@ -74,7 +79,8 @@ def build(
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
-    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered, copy_input)
+    numbers = (world, chunks, compute_streams)
+    spec = Spec(operation, algorithm, reduce, *numbers, keep_gathered, copy_input, transfer, taper)
     return build_spec(spec, pruned=pruned)
 
 
@@ -87,7 +93,7 @@ def build_spec(spec: Spec, *, pruned: bool = True) -> list[Plan]:
 def variants(
     world: int, chunks: Sequence[int] = (1, 2, 3, 4), compute_streams: Sequence[int] = (1, 2, 3)
 ) -> Iterator[Spec]:
-    """Every builder with every option at this world size."""
+    """Every builder with every option at this world size; but `taper`, which changes no plan."""
     for operation, algorithm, parts in product(OPERATIONS, _ALGORITHMS, chunks):
         multiplies = "gemm" in operation
         sums_products = operation in SUMS_OF_PRODUCTS
@@ -98,6 +104,8 @@ def variants(
         copies = (False,) if multiplies else (False, True)
         for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
+            if sums_products and (algorithm, reduction) != ("ring", "sum"):
+                yield Spec(operation, algorithm, reduction, world, parts, count, transfer="store")
 
 
 def spec_options(spec: Spec) -> dict:
@@ -111,6 +119,8 @@ def spec_options(spec: Spec) -> dict:
         "compute_streams": spec.compute_streams,
         "keep_gathered": spec.keep_gathered,
         "copy_input": spec.copy_input,
+        "transfer": spec.transfer,
+        "taper": spec.taper,
     }
 
 
@@ -125,6 +135,8 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.compute_streams,
         spec.keep_gathered,
         spec.copy_input,
+        _TRANSFERS.index(spec.transfer),
+        _TAPERS.index(spec.taper),
     )
 
 

@@ -30,6 +30,7 @@ _UNITS = {
     "tile_m": "rows",
     "tile_n": "columns",
     "gemm_accumulate": "factor",
+    "store_efficiency": "factor",
     "link_bandwidth": "[bytes, bytes/s]",
     "copy_bandwidth": "bytes/s",
     "reduce_bandwidth": "bytes/s",
@@ -56,6 +57,7 @@ class Costs:
         flag_latency: from the end of a notify until a peer sees the flag.
         issue: CPU time by kind of op.
         serial_latency, serial_bandwidth: of the group's own collective, by the bytes a rank sends.
+        store_efficiency: of link_bandwidth, for a GEMM that stores in a peer's slot: a factor of at most 1.
         device: what was measured.
         sources: by constant, where it comes from.
 
@@ -82,6 +84,7 @@ class Costs:
     issue: dict[str, float]
     serial_latency: float
     serial_bandwidth: float
+    store_efficiency: float = 0.8  # files of older versions have none
     device: str = ""
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -127,7 +130,10 @@ class Costs:
             raise ValueError(f"{source} is neither a file nor a device with shipped constants ({names})")
         try:
             document = json.loads(path.read_text())
-            constants = document["constants"]
+            constants = {
+                "store_efficiency": {"value": cls.store_efficiency, "source": "assumed"},
+                **document["constants"],
+            }
             values = {name: constants[_in_file(name)]["value"] for name in _names()}
             sources = {name: constants[_in_file(name)]["source"] for name in _names()}
             values["link_bandwidth"] = tuple((size, rate) for size, rate in values["link_bandwidth"])
@@ -288,14 +294,30 @@ def serial_seconds(
 
 def spec_of(plan: PlanSpec, operation: str, world: int) -> plans.Spec:
     """The plan of an overlapped PlanSpec."""
-    return plans.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, plan.compute_streams)
+    shape = (world, plan.chunks, plan.compute_streams)
+    transfer = plan.transfer if operation in SUMS_OF_PRODUCTS else "copy"
+    return plans.Spec(operation, plan.algorithm, plan.reduce, *shape, transfer=transfer, taper=plan.taper)
 
 
 def candidates(operation: str) -> list[PlanSpec]:
-    """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum."""
+    """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum.
+
+    And those few of the other options that were seen to win by more than 1 % over benchmarks/shapes.json on 2, 4 and 8
+    ranks.
+    """
+    algorithms = ("direct", "ring")
     streams = (1,) if operation == "all_gather" else (1, 2)
-    reductions = ("accumulate", "sum") if operation in SUMS_OF_PRODUCTS else ("accumulate",)
-    return [PlanSpec(*each) for each in product(("direct", "ring"), (1, 2, 4, 8), streams, reductions)]
+    sums = operation in SUMS_OF_PRODUCTS
+    reductions = ("accumulate", "sum") if sums else ("accumulate",)
+    found = [PlanSpec(*each) for each in product(algorithms, (1, 2, 4, 8), streams, reductions)]
+    if "gemm" not in operation:
+        return found
+    tapers = ((3, "both"), (3, "first"), (3, "last"), (2, "first" if sums else "last"))
+    for algorithm, (chunks, taper), reduce in product(algorithms, tapers, reductions):
+        found.append(PlanSpec(algorithm, chunks, 2, reduce, taper=taper))
+    if sums:
+        found += [PlanSpec("direct", *each, transfer="store") for each in product((1, 2), (2,), reductions)]
+    return found
 
 
 def best(

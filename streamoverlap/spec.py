@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,8 +11,13 @@ from streamoverlap import _C
 
 ALGORITHMS = ("direct", "ring", "serial")
 REDUCTIONS = ("accumulate", "sum")
+TRANSFERS = ("copy", "store")
+TAPERS = ("none", "first", "last", "both")
 GATHERS = ("all_gather_gemm", "all_gather")  # the operations whose x is a shard of what is exchanged
-SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")  # the operations that PlanSpec.reduce is for
+SUMS_OF_PRODUCTS = (
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
+)  # the operations that PlanSpec.reduce and transfer are for
 
 
 def _expect_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -38,6 +43,11 @@ class PlanSpec:
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
             (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter and gemm_all_reduce;
             ignored elsewhere.
+        transfer: how a partial product gets to the peer that needs it: ``"copy"``, by the copy engine, or ``"store"``,
+            by the GEMM itself. For gemm_reduce_scatter and gemm_all_reduce; ignored elsewhere. A ring stores only where
+            it accumulates.
+        taper: which chunks of a shard have half the rows of the others: ``"none"``, the ``"first"``, the ``"last"`` or
+            ``"both"``. What is sent first or arrives last hides behind nothing, so it had better be small.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -47,16 +57,20 @@ class PlanSpec:
     chunks: int = 1
     compute_streams: int = 1
     reduce: str = "accumulate"
+    transfer: str = "copy"
+    taper: str = "none"
 
     def __post_init__(self) -> None:
         _expect_one_of("algorithm", self.algorithm, ALGORITHMS)
         _expect_one_of("reduce", self.reduce, REDUCTIONS)
+        _expect_one_of("transfer", self.transfer, TRANSFERS)
+        _expect_one_of("taper", self.taper, TAPERS)
         _expect_range("chunks", self.chunks, _C.MAX_CHUNKS)
         _expect_range("compute_streams", self.compute_streams, _C.MAX_COMPUTE_STREAMS)
 
     def to_text(self) -> str:
         """As registered ops take it, which know no class of this package."""
-        return f"{self.algorithm},{self.chunks},{self.compute_streams},{self.reduce}"
+        return ",".join(map(str, astuple(self)))
 
 
 @lru_cache
@@ -64,11 +78,11 @@ def plan_of_text(text: str) -> PlanSpec | None:
     """The PlanSpec that `PlanSpec.to_text` gave; None, the default, for an empty text."""
     if not text:
         return None
-    match = re.fullmatch(r"(\w+),(\d+),(\d+),(\w+)", text)
+    match = re.fullmatch(r"(\w+),(\d+),(\d+),(\w+),(\w+),(\w+)", text)
     if match is None:
         raise ValueError(f"plan is {text!r}; expected '' or the text of a PlanSpec, such as {PlanSpec().to_text()!r}")
-    algorithm, chunks, compute_streams, reduce = match.groups()
-    return PlanSpec(algorithm, int(chunks), int(compute_streams), reduce)
+    algorithm, chunks, compute_streams, *ways = match.groups()
+    return PlanSpec(algorithm, int(chunks), int(compute_streams), *ways)
 
 
 class Choice(NamedTuple):

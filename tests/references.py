@@ -7,8 +7,9 @@ without tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -16,9 +17,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import streamoverlap as so
-from streamoverlap.spec import SUMS_OF_PRODUCTS
+from streamoverlap.spec import SUMS_OF_PRODUCTS, TAPERS, TRANSFERS
 
 PLAIN = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def can_be_built(plan: so.PlanSpec) -> bool:
+    return (plan.algorithm, plan.reduce, plan.transfer) != ("ring", "sum", "store")
+
+
+def overlapped_plans(operation: str, chunks: Iterable[int], streams: Iterable[int]) -> Iterator[so.PlanSpec]:
+    """Every plan with these; the tapers, which change only how many rows there are of what, vary along the way."""
+    sums = operation in SUMS_OF_PRODUCTS
+    reductions, transfers = (("accumulate", "sum"), TRANSFERS) if sums else (("accumulate",), ("copy",))
+    tapers = cycle((*TAPERS, "none"))
+    for options in product(("direct", "ring"), chunks, streams, reductions, transfers):
+        plan = so.PlanSpec(*options, taper=next(tapers))
+        if can_be_built(plan):
+            yield plan
+
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 DTYPES = tuple(_EXACT)

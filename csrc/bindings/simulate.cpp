@@ -57,6 +57,7 @@ void register_simulate(py::module_& m) {
       .def_readwrite("gemm_accumulate", &Costs::gemm_accumulate)
       .def_readwrite("link_bandwidth", &Costs::link_bandwidth)
       .def_readwrite("put_latency", &Costs::put_latency)
+      .def_readwrite("store_efficiency", &Costs::store_efficiency)
       .def_readwrite("copy_bandwidth", &Costs::copy_bandwidth)
       .def_readwrite("copy_latency", &Costs::copy_latency)
       .def_readwrite("reduce_bandwidth", &Costs::reduce_bandwidth)
@@ -73,6 +74,14 @@ void register_simulate(py::module_& m) {
       });
   m.def("simulate", &simulate, py::arg("plans"), py::arg("costs"), py::arg("shard_rows"), py::arg("missing_rows"),
         py::arg("n"), py::arg("k"), py::arg("row_bytes"), py::arg("graph"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "chunk_rows",
+      [](const plan::Spec& spec, std::int64_t shard_rows, int chunk, std::int64_t available) {
+        const Rows rows = chunk_rows(shard_rows, spec, chunk, available);
+        return std::pair(rows.begin, rows.count);
+      },
+      py::arg("spec"), py::arg("shard_rows"), py::arg("chunk"), py::arg("available"),
+      "Begin and count of the rows of a chunk within its shard.");
 }
 
 }  // namespace streamoverlap

@@ -7,10 +7,30 @@
 
 namespace streamoverlap {
 
-Rows chunk_rows(std::int64_t shard_rows, int chunks, int chunk, std::int64_t available) {
-  const std::int64_t size = (shard_rows + chunks - 1) / chunks;
-  const std::int64_t begin = std::min(chunk * size, available);
-  return {begin, std::min(size, available - begin)};
+namespace {
+
+constexpr std::int64_t kTile = 128;  // rows of a GEMM's tile; part of one takes as long as all of it
+
+// Where a chunk begins, the chunks after the last one at the end of the shard.
+std::int64_t tapered_begin(std::int64_t shard_rows, const plan::Spec& spec, int chunk) {
+  if (chunk == spec.chunks) return shard_rows;
+  const bool first = spec.taper != plan::Taper::Last, last = spec.taper != plan::Taper::First;
+  const std::int64_t halves = 2 * spec.chunks - first - last;
+  const std::int64_t before = chunk > 0 ? 2 * chunk - first : 0;
+  const std::int64_t unit = shard_rows >= kTile * halves ? kTile : 1;
+  return std::min((2 * shard_rows * before + unit * halves) / (2 * unit * halves) * unit, shard_rows);
+}
+
+}  // namespace
+
+Rows chunk_rows(std::int64_t shard_rows, const plan::Spec& spec, int chunk, std::int64_t available) {
+  const std::int64_t even = (shard_rows + spec.chunks - 1) / spec.chunks;
+  const auto begins = [&](int c) {
+    const bool tapers = spec.taper != plan::Taper::None && spec.chunks > 1;
+    return std::min(tapers ? tapered_begin(shard_rows, spec, c) : c * even, available);
+  };
+  const std::int64_t begin = begins(chunk);
+  return {begin, begins(chunk + 1) - begin};
 }
 
 Block block_of(const Call& call, const plan::Region& region, std::byte* base) {
@@ -21,7 +41,7 @@ Block block_of(const Call& call, const plan::Region& region, std::byte* base) {
   const std::int64_t present = spec.world * call.shard_rows - call.missing_rows;
   const std::int64_t before = plan::data_shard(spec, region) * call.shard_rows;
   const std::int64_t available = std::clamp<std::int64_t>(present - before, 0, call.shard_rows);
-  const Rows rows = chunk_rows(call.shard_rows, spec.chunks, region.chunk, available);
+  const Rows rows = chunk_rows(call.shard_rows, spec, region.chunk, available);
   return {base + region.shard * shard_bytes + rows.begin * view.row_bytes, rows, region.shard, view.row_bytes};
 }
 

@@ -11,13 +11,14 @@
 namespace streamoverlap {
 
 // Rows of a chunk within its shard. All chunks have ceil(shard_rows / chunks) rows but the last, which may have
-// fewer; where rows are fewer than chunks the last ones are empty. Of a shard that has only `available` of its rows the
-// last chunks fall short.
+// fewer; where rows are fewer than chunks the last ones are empty. Where they taper (plan::Taper), the first, the last
+// or both have half as many as those between, and once the smallest would have 128, all but the last are multiples of
+// 128. Of a shard that has only `available` of its rows the last chunks fall short.
 struct Rows {
   std::int64_t begin = 0;
   std::int64_t count = 0;
 };
-Rows chunk_rows(std::int64_t shard_rows, int chunks, int chunk, std::int64_t available);
+Rows chunk_rows(std::int64_t shard_rows, const plan::Spec& spec, int chunk, std::int64_t available);
 
 // Where a buffer of this rank lies. A buffer that holds a single shard (the input of an all-gather, the output of a
 // reduce-scatter) has shard_bytes 0.

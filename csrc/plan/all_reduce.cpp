@@ -20,7 +20,8 @@ Plan all_reduce_direct(const Spec& spec, int rank) {
   for (int c = 0; c < spec.chunks; ++c) {
     for (int step = 1; step < spec.world; ++step) {
       const int to = w.peer(step);
-      sent[c][step] = put(w, direct_partial(w, to, c), Writer::slot_of(to, rank, c), c);
+      const Region slot = Writer::slot_of(to, rank, c);
+      sent[c][step] = send(w, direct_partial(w, to, c, slot), slot, c);
     }
   }
 
@@ -29,7 +30,7 @@ Plan all_reduce_direct(const Spec& spec, int rank) {
     sum_own(w, compute[c], c, sent[c]);
     for (int step = 1; step < spec.world; ++step) {
       const Region to = Writer::slot_of(w.peer(step), sum_in(rank), c);
-      sent[c][step] = put(w, {w.output(rank, c), compute[c]}, to, spec.chunks + c);
+      sent[c][step] = send(w, {w.output(rank, c), compute[c]}, to, spec.chunks + c);
     }
   }
 
@@ -55,8 +56,11 @@ Plan all_reduce_ring(const Spec& spec, int rank) {
   for (int step = 0; step < spec.world; ++step) {
     const int shard = w.peer(-1 - step);
     for (int c = 0; c < spec.chunks; ++c) {
-      const Made part = ring_partial(w, step, shard, c, sent[c], w.output(shard, c));
-      if (spec.world > 1) sent[c] = put(w, part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
+      const bool last = step + 1 == spec.world;  // the sum, which is a result here too
+      const Region slot = Writer::slot_of(next, shard, c);
+      const Region sum = last ? w.output(shard, c) : made_in(w, w.output(shard, c), slot);
+      const Made part = ring_partial(w, step, shard, c, sent[c], sum);
+      if (spec.world > 1) sent[c] = send(w, part, slot, step * spec.chunks + c);
     }
   }
 

@@ -20,6 +20,19 @@ void expect_none(const std::string& wrong) {
   if (!wrong.empty()) throw std::invalid_argument(wrong);
 }
 
+// A ring that sums products in a Reduce passes on what no Gemm has made.
+std::string wrong_store(const Spec& spec) {
+  if (gathers(spec) || !multiplies(spec)) {
+    return std::string("transfer is store for ") + name(spec.operation) +
+           "; expected copy: only gemm_reduce_scatter and gemm_all_reduce have partial products to store";
+  }
+  if (spec.algorithm == Algorithm::Ring && spec.reduction == Reduction::Sum) {
+    return "transfer is store with algorithm ring and reduce sum; expected reduce accumulate, as what such a ring "
+           "passes on is no product";
+  }
+  return "";
+}
+
 }  // namespace
 
 Shards shards_of(const Spec& spec, Buffer buffer, int rank) {
@@ -39,6 +52,7 @@ std::string wrong_spec(const Spec& spec) {
     wrong = std::string("copy_input is set for ") + name(spec.operation) +
             "; expected only for all_gather, reduce_scatter and all_reduce";
   }
+  if (wrong.empty() && spec.transfer == Transfer::Store) wrong = wrong_store(spec);
   return wrong;
 }
 

@@ -23,6 +23,7 @@ struct Costs {
   // constant beyond the ends.
   std::vector<std::pair<double, double>> link_bandwidth;
   double put_latency = 0;
+  double store_efficiency = 1;  // of that bandwidth, for a Gemm that stores in a peer's slot
   double copy_bandwidth = 1;    // bytes copied
   double copy_latency = 0;      // also of a Reduce
   double reduce_bandwidth = 1;  // bytes read and written
@@ -37,11 +38,20 @@ void validate(const Costs&);
 struct GemmCost {
   double seconds = 0;  // alone on the GPU
   double share = 1;    // of the multiprocessors that it keeps busy, in the mean over its waves
+  double waves = 1;
 };
 
 // Of rows x k by k x n. Tiles run in waves of one a multiprocessor, and the last wave takes as long as the others;
 // their shape is the one that takes least.
 GemmCost gemm_cost(const Costs&, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates);
 double link_bandwidth(const Costs&, double bytes);
+
+struct StoreCost {
+  double seconds = 0;  // as of the GEMM
+  double share = 1;    // of the multiprocessors
+  double link = 1;     // share of the links
+};
+// The same GEMM where its result of `bytes` goes to a peer: a wave of tiles is on its way while the next one is made.
+StoreCost store_cost(const Costs&, const GemmCost&, double bytes);
 
 }  // namespace streamoverlap::plan

@@ -85,11 +85,11 @@ std::string wrong_data(const Spec& spec, const Op& op, int rank) {
     if (region.rank != rank) return "it reads " + to_string(region) + ", expected a region of its own rank";
   }
   const Region& target = op.writes[0];
+  const bool peers_slot = target.buffer == Buffer::Slot && target.rank != rank;
+  const bool stores = op.kind == Kind::Gemm && spec.transfer == Transfer::Store && peers_slot;
   if (op.kind == Kind::Put) {
-    if (target.buffer != Buffer::Slot || target.rank == rank) {
-      return "it writes " + to_string(target) + ", expected the slot of a peer";
-    }
-  } else if (target.rank != rank || target.buffer == Buffer::Input) {
+    if (!peers_slot) return "it writes " + to_string(target) + ", expected the slot of a peer";
+  } else if (!stores && (target.rank != rank || target.buffer == Buffer::Input)) {
     return "it writes " + to_string(target) + ", expected a region of its own rank other than the input";
   }
   // Main does not wait for the last call on the slot, so it must touch nothing that is not this call's alone.

@@ -44,6 +44,13 @@ const char* name(Algorithm value) { return value == Algorithm::Ring ? "ring" : "
 
 const char* name(Reduction value) { return value == Reduction::Accumulate ? "accumulate" : "sum"; }
 
+const char* name(Transfer value) { return value == Transfer::Copy ? "copy" : "store"; }
+
+const char* name(Taper value) {
+  constexpr const char* names[] = {"none", "first", "last", "both"};
+  return names[static_cast<int>(value)];
+}
+
 const char* name(Buffer value) {
   constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch", "copied"};
   return names[static_cast<int>(value)];
@@ -64,6 +71,8 @@ std::string to_string(const Spec& spec) {
                      ", world=" + std::to_string(spec.world) + ", chunks=" + std::to_string(spec.chunks) +
                      ", compute_streams=" + std::to_string(spec.compute_streams);
   if (multiplies(spec) && !gathers(spec)) text += std::string(", reduce=") + name(spec.reduction);
+  if (spec.transfer == Transfer::Store) text += ", transfer=store";
+  if (spec.taper != Taper::None) text += std::string(", taper=") + name(spec.taper);
   if (spec.keep_gathered) text += ", keep_gathered";
   if (spec.copy_input) text += ", copy_input";
   return text + ")";

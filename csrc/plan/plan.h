@@ -27,6 +27,12 @@ enum class Algorithm : std::uint8_t { Ring, Direct };
 // How partial products are summed: folded into the next GEMM (D = A W^T + C), or by a Reduce in fp32.
 enum class Reduction : std::uint8_t { Accumulate, Sum };
 
+// How a partial product gets to a peer's slot: into scratch memory and from there by a Put, or by the Gemm itself.
+enum class Transfer : std::uint8_t { Copy, Store };
+
+// Which chunks of a shard have half the rows of the others: what is sent first, or comes last, hides behind nothing.
+enum class Taper : std::uint8_t { None, First, Last, Both };
+
 // A variant of an operation; together with the shapes it is what all ranks must agree on.
 struct Spec {
   Operation operation = Operation::AllGatherGemm;
@@ -37,9 +43,12 @@ struct Spec {
   int compute_streams = 1;     // GEMMs go round robin over these
   bool keep_gathered = false;  // all_gather_gemm: also hand out the gathered input
   bool copy_input = false;     // plain collectives: copy the input first, so that the caller may write it at once
+  Transfer transfer = Transfer::Copy;
+  Taper taper = Taper::None;  // says nothing to a plan, which knows of no rows; all ranks must have the same
 
   auto tie() const {
-    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input);
+    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input,
+                    transfer, taper);
   }
 };
 
@@ -94,7 +103,7 @@ struct Flag {
 };
 
 enum class Kind : std::uint8_t {
-  Gemm,    // compute: writes[0] = reads[0] W^T (+ reads[1]) (+ bias)
+  Gemm,    // compute: writes[0], here or in a peer's slot, = reads[0] W^T (+ reads[1]) (+ bias)
   Put,     // send: writes[0], in a peer's slot, = reads[0]
   Copy,    // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
   Reduce,  // compute: writes[0] = the sum of reads in fp32, in their order, rounded once
@@ -114,6 +123,8 @@ struct Op {
   int event = -1;     // Record, Wait; each event of a plan is recorded once
 
   bool is_data() const { return kind <= Kind::Reduce; }
+  // Whether it writes memory of a peer of rank `rank`, whose op it is.
+  bool writes_peer(int rank) const { return !writes.empty() && writes[0].rank != rank; }
   auto tie() const { return std::tie(kind, stream, reads, writes, bias, flag, event); }
 };
 
@@ -160,6 +171,8 @@ constexpr int full_flags_per_pair(int world) { return 2 * kMaxChunks * (world > 
 const char* name(Operation);
 const char* name(Algorithm);
 const char* name(Reduction);
+const char* name(Transfer);
+const char* name(Taper);
 const char* name(Buffer);
 const char* name(Kind);
 std::string name(Stream);

@@ -159,8 +159,8 @@ class Collector {
     for (int node = g_.begin(call, rank) + 1; node < g_.issued(call, rank); ++node) {
       const Op& op = *g_.nodes[node].op;
       const bool full = op.flag.kind == FlagKind::Full;
-      if (op.kind == Kind::Put || (op.kind == Kind::Notify && full)) {
-        const int to = op.kind == Kind::Put ? op.writes[0].rank : op.flag.receiver;
+      if (op.writes_peer(rank) || (op.kind == Kind::Notify && full)) {
+        const int to = op.kind == Kind::Notify ? op.flag.receiver : op.writes[0].rank;
         if (taken[to] >= 0) require(Rule::CreditTaken, taken[to], node);
       }
       const auto own_slot = [&](const Region& region) { return region.buffer == Buffer::Slot && region.rank == rank; };

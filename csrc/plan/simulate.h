@@ -24,7 +24,8 @@ struct Span {
 // The span of every op of every rank, by its place in plan.ops: from when it occupies its stream until the next op may.
 // All resources are idle and all credits there at first. The CPU of a rank issues its ops one after the other, or in a
 // CUDA graph (`graph`) all at once. Streams run in order. GEMMs and Reduces of a rank share its multiprocessors in
-// equal parts; a Put has an equal part of the sender's outgoing or the receiver's incoming link, whichever is less.
+// equal parts; Puts, and Gemms that store in a peer's slot, share the sender's outgoing and the receiver's incoming
+// link.
 //
 // Throws std::invalid_argument for malformed plans, for costs that cannot be, and for plans that deadlock, naming the
 // op that waits for ever.

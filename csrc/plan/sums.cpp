@@ -14,9 +14,13 @@ Region product(const Writer& w, int shard, int chunk) {
 
 }  // namespace
 
-Made direct_partial(Writer& w, int shard, int chunk) {
+Region made_in(const Writer& w, const Region& own, const Region& to) {
+  return w.spec().transfer == Transfer::Store ? to : own;
+}
+
+Made direct_partial(Writer& w, int shard, int chunk, const Region& to) {
   if (!multiplies(w.spec())) return {w.source(shard, chunk)};
-  const Made made = {product(w, shard, chunk), w.next_compute()};
+  const Made made = {made_in(w, product(w, shard, chunk), to), w.next_compute()};
   w.gemm(made.stream, {w.input(shard, chunk)}, made.region, false);
   return made;
 }
@@ -87,7 +91,8 @@ Made ring_partial(Writer& w, int step, int shard, int chunk, int sent, const Reg
   return {sum, compute};
 }
 
-int put(Writer& w, const Made& made, const Region& to, int index) {
+int send(Writer& w, const Made& made, const Region& to, int index) {
+  if (made.region == to) return w.notify(to.rank, index, w.record(made.stream));
   if (made.stream >= 0) w.wait(kSend, w.record(made.stream));
   return w.put(made.region, to, index);
 }

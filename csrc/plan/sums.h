@@ -15,8 +15,11 @@ struct Made {
   Stream stream = -1;
 };
 
-// Direct: this rank's partial of another's shard.
-Made direct_partial(Writer&, int shard, int chunk);
+// Where a partial is made on its way to `to`, in a peer's slot: there, if Gemms store it themselves, or else in `own`.
+Region made_in(const Writer&, const Region& own, const Region& to);
+
+// Direct: this rank's partial of another's shard, which goes to `to`.
+Made direct_partial(Writer&, int shard, int chunk, const Region& to);
 
 // Direct: of each chunk of the own shard the compute stream that is going to sum it, and has the product, where that is
 // a term of a Reduce.
@@ -28,7 +31,7 @@ void sum_own(Writer&, Stream compute, int chunk, const std::vector<int>& sent);
 // step before. `sum`: where it is summed.
 Made ring_partial(Writer&, int step, int shard, int chunk, int sent, const Region& sum);
 
-// Puts what has been made.
-int put(Writer&, const Made&, const Region& to, int index);
+// Puts what has been made, if that was not done in place, and sets the receiver's flag `index`.
+int send(Writer&, const Made&, const Region& to, int index);
 
 }  // namespace streamoverlap::plan

@@ -44,6 +44,12 @@ void Writer::copy_input() {
 Stream Writer::next_compute() { return kCompute + computes_++ % plan_.spec.compute_streams; }
 
 void Writer::gemm(Stream stream, std::vector<Region> a_and_c, const Region& d, bool bias) {
+  if (d.rank != rank() && !credited_[stream]) {
+    credited_[stream] = true;
+    if (credits_ < 0) credits_ = record(kSend);
+    started_[stream] = true;  // the credits are taken after the call has begun
+    wait(stream, credits_);
+  }
   Op& op = emit(Kind::Gemm, stream);
   op.reads = std::move(a_and_c);
   op.writes = {d};
@@ -67,6 +73,12 @@ int Writer::put(const Region& from, const Region& to, int index) {
   put.reads = {from};
   put.writes = {to};
   emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), to.rank, index};
+  return record(kSend);
+}
+
+int Writer::notify(int receiver, int index, int stored) {
+  wait(kSend, stored);
+  emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), receiver, index};
   return record(kSend);
 }
 

@@ -31,12 +31,14 @@ class Writer {
 
   Stream next_compute();  // round robin
 
-  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
+  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);  // with the credits, if it needs any
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
   void copy(const Region& from, const Region& to, Stream stream = kSend);
 
   // Put on the send stream and set the receiver's flag `index`. The event is reached once the flag is set.
   int put(const Region& from, const Region& to, int index);
+  // The same of what a Gemm stored in the receiver's slot, once `stored` is reached.
+  int notify(int receiver, int index, int stored);
   // Await on the recv stream, not before `after`. The event is reached once the data is there.
   int await(int sender, int index, int after);
 
@@ -54,8 +56,9 @@ class Writer {
 
   Plan plan_;
   int begin_ = -1;
+  int credits_ = -1;  // event after the last credit is taken, where a Gemm waits for it
   int computes_ = 0;
-  std::array<bool, kMaxStreams> started_{};
+  std::array<bool, kMaxStreams> started_{}, credited_{};
   std::array<int, kMaxStreams> fresh_{};  // event recorded after the last op of a stream, -1 where there is none
 };
 

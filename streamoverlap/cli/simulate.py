@@ -88,6 +88,8 @@ def _row(plan: PlanSpec, seconds: float, gemm: float, sizes: tuple, simulated: d
         "chunks": plan.chunks,
         "compute_streams": plan.compute_streams,
         "reduce": plan.reduce,
+        "transfer": plan.transfer,
+        "taper": plan.taper,
         "seconds": seconds,
         "over_gemm": seconds / gemm if gemm else None,
         "exposed": exposed,
@@ -105,7 +107,8 @@ def _print(args: argparse.Namespace, costs: simulator.Costs, gemm: float, rows: 
         predicted += f"; GEMM alone {gemm * 1e6:,.1f} us, t/GEMM {best['over_gemm']:.3f}"
     console.print(predicted)
     numbers = ("chunks", "compute streams", "time (us)", "t/GEMM", "exposed")
-    table = make_table("algorithm", "chunks", "compute streams", "reduce", *numbers[2:], right=numbers)
+    ways = ("reduce", "transfer", "taper")
+    table = make_table("algorithm", "chunks", "compute streams", *ways, *numbers[2:], right=numbers)
     sums = args.op in SUMS_OF_PRODUCTS
     for row in rows:
         overlaps = row["algorithm"] != "serial"
@@ -114,6 +117,8 @@ def _print(args: argparse.Namespace, costs: simulator.Costs, gemm: float, rows: 
             str(row["chunks"]) if overlaps else "-",
             str(row["compute_streams"]) if overlaps else "-",
             row["reduce"] if overlaps and sums else "-",
+            row["transfer"] if overlaps and sums else "-",
+            row["taper"] if overlaps else "-",
             f"{row['seconds'] * 1e6:,.1f}",
             f"{row['over_gemm']:.3f}" if gemm else "-",
             f"{row['exposed']:.1%}",

@@ -171,7 +171,12 @@ std::vector<Case> all_cases(int world, int seed) {
           if (option && sums_products) continue;
           for (int chunks = 1; chunks <= 3; ++chunks) {
             for (int streams = 1; streams <= plan::kMaxComputeStreams; ++streams) {
-              add({operation, algorithm, reduction, world, chunks, streams, option && !plain, option && plain});
+              plan::Spec spec{operation, algorithm, reduction,        world,
+                              chunks,    streams,   option && !plain, option && plain};
+              spec.taper = static_cast<plan::Taper>(random() % 4);
+              add(spec);
+              spec.transfer = plan::Transfer::Store;
+              if (plan::wrong_spec(spec).empty()) add(spec);
             }
           }
         }
