@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamoverlap import _C, simulate
+from streamoverlap.call import current_mode
 from streamoverlap.intercept import Asked
 from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
 
@@ -35,6 +36,7 @@ class Shape(NamedTuple):
     k: int
     dtype: torch.dtype
     compute_streams: int = _C.MAX_COMPUTE_STREAMS  # that there are for it
+    graph: bool = False  # captured in a CUDA graph, so that issuing it costs nothing
 
     def sizes(self) -> tuple[int, int, int]:
         return self.m, self.n, self.k
@@ -70,7 +72,7 @@ def costs_of(dtype: torch.dtype) -> simulate.Costs:
 
 def predicted(shape: Shape, plan: PlanSpec) -> float:
     """Seconds of one call on idle ranks, H200s."""
-    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize}
+    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize, "graph": shape.graph}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
     spec = simulate.spec_of(plan, shape.operation, shape.world)
@@ -94,7 +96,9 @@ def fastest(shape: Shape) -> Choice:
     seconds, plan = ranking[0]
     m, n, k = shape.sizes()
     sizes = f"M={m} N={n} K={k}" if "gemm" in shape.operation else f"{m} rows of {max(n, k)}"
-    return Choice(plan, f"simulated: the fastest of {len(ranking)} plans for {sizes}, with costs of {_COSTS}", seconds)
+    where = " in a graph" if shape.graph else ""
+    reason = f"simulated: the fastest of {len(ranking)} plans for {sizes}{where}, with costs of {_COSTS}"
+    return Choice(plan, reason, seconds)
 
 
 def measured(seconds: float, serial_seconds: float | None, plan: PlanSpec) -> Choice:
@@ -188,28 +192,33 @@ class Chooser:
             return known.choice
         if not has_data(asked):
             return DEFAULT
-        shape = self.bucket(asked)
-        choice = self._found.get(shape) or self._look_up(shape, asked.weights)
+        shape = self.bucket(asked, is_for_graph(asked))
+        choice = self._measured(shape, asked.weights)
+        if choice is None and shape.graph:
+            choice = self._measured(shape._replace(graph=False), asked.weights)
         if choice is None:
             choice = fastest(shape) if self._simulates else DEFAULT
         return choice
 
-    def bucket(self, asked: Asked) -> Shape:
+    def bucket(self, asked: Asked, graph: bool) -> Shape:
         shape = shape_of(asked.operation, self._world, asked.x, asked.weights)
-        return shape._replace(compute_streams=asked.compute_streams).bucket()
+        return shape._replace(compute_streams=asked.compute_streams, graph=graph).bucket()
 
-    def found(self, asked: Asked, choice: Choice) -> None:
-        """From here on `choice` holds for calls like this. On all ranks alike."""
-        self._found[self.bucket(asked)] = choice
+    def found(self, shape: Shape, choice: Choice) -> None:
+        """From here on `choice` holds for calls of that bucket. On all ranks alike."""
+        self._found[shape] = choice
         self._known.clear()
 
     @property
     def has_found(self) -> bool:
         return bool(self._found)
 
+    def _measured(self, shape: Shape, weights: Sequence[Tensor]) -> Choice | None:
+        return self._found.get(shape) or self._look_up(shape, weights)
+
     def _settle(self, asked: Asked, timeout: float) -> tuple[Choice, bool, Agreement]:
         choice = self.own(asked)
-        shape = self.bucket(asked)
+        shape = self.bucket(asked, is_for_graph(asked))
         capturing = asked.x.is_cuda and torch.cuda.is_current_stream_capturing()
         tunes = self._tunes() and choice.measured is None and not capturing and has_data(asked)
         agreement = Agreement(
@@ -228,7 +237,12 @@ class Chooser:
 
 def _key(asked: Asked) -> tuple:
     layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
-    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, *layouts)
+    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, is_for_graph(asked), *layouts)
+
+
+def is_for_graph(asked: Asked) -> bool:
+    """Whether the call is captured, or prepared for that."""
+    return asked.x.is_cuda and (current_mode().prepare or torch.cuda.is_current_stream_capturing())
 
 
 def has_data(asked: Asked) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
-from streamoverlap.call import Call, Mode, in_mode
+from streamoverlap.call import PLAIN, Call, Mode, in_mode
 from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
 from streamoverlap.intercept import Asked, Intercepted, is_intercepting
@@ -446,10 +446,10 @@ class Communicator:
             return None
         return _spec(asked.operation, plan, self.world, asked.keep_gathered, asked.copy_input)
 
-    def _again(self, asked: Asked, plan: PlanSpec) -> object:
+    def _again(self, asked: Asked, plan: PlanSpec, mode: Mode = PLAIN) -> object:
         """Makes a call that was asked for, with that plan."""
         options: dict[str, Any] = {"plan": plan, "streams": asked.streams}
-        with in_mode(Mode()):
+        with in_mode(mode):
             if asked.operation == "all_gather_gemm":
                 gathers = asked.keep_gathered
                 return self.all_gather_gemm(asked.x, asked.weights, asked.biases, gathers, **options)

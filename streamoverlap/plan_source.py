@@ -86,14 +86,15 @@ class PlanSource:
         for timeline in timelines:
             self._traced[timeline.title] = max(timeline.seconds(rank) for rank in range(len(timeline.plans)))
 
-    def tune(self, asked: Asked, rounds: int) -> tuner.Tuned:
+    def tune(self, asked: Asked, rounds: int, graph: bool = False) -> tuner.Tuned:
         """Measures a call, from here on calls like it run what is found. Collective."""
         comm = self._communicator
-        tuned, found = tuner.measure(comm, asked, self._chooser.bucket(asked), rounds)
+        shape = self._chooser.bucket(asked, graph)
+        tuned, found = tuner.measure(comm, asked, shape, rounds)
         self._table.update(found)
         self._unsaved.update(found)
         (entry,) = found.plans.values()
-        self._chooser.found(asked, measured(entry.seconds, entry.serial_seconds, entry.plan))
+        self._chooser.found(shape, measured(entry.seconds, entry.serial_seconds, entry.plan))
         return tuned
 
     def save(self) -> None:
