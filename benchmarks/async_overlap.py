@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from measure import is_under_torchrun, join, measure
+from measure import has_a_gpu_a_rank, join, measure
 
 import streamoverlap as so
 
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if not is_under_torchrun("async_overlap.py"):
+    if not has_a_gpu_a_rank("async_overlap.py"):
         return 2
     device = join()
     world, is_first = dist.get_world_size(), dist.get_rank() == 0

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from columns import SERIAL
-from measure import is_under_torchrun, join, measure
+from measure import has_a_gpu_a_rank, join, measure
 from problem import ROTATION, TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -180,9 +180,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     args = parser.parse_args()
-    if not is_under_torchrun("layers.py"):
+    if not has_a_gpu_a_rank("layers.py"):
         return 2
-    device = join()
+    join()
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     is_first = dist.get_rank() == 0
     if is_first:

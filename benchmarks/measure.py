@@ -20,12 +20,15 @@ _TIMEOUT = timedelta(minutes=5)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
-def is_under_torchrun(script: str) -> bool:
-    """Tells how to start `script` if it was not started so."""
-    if "LOCAL_RANK" in os.environ:
-        return True
-    print(f"{script} runs under torchrun: torchrun --nproc-per-node 2 benchmarks/{script}", file=sys.stderr)
-    return False
+def has_a_gpu_a_rank(script: str) -> bool:
+    """Of a rank that torchrun has started; says what is missing."""
+    if "LOCAL_RANK" not in os.environ:
+        print(f"{script} runs under torchrun: torchrun --nproc-per-node 2 benchmarks/{script}", file=sys.stderr)
+        return False
+    gpus, world = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    if gpus < world and os.environ["RANK"] == "0":
+        print(f"{script} needs a GPU for each of {world} ranks; torch finds {gpus}", file=sys.stderr)
+    return gpus >= world
 
 
 def join() -> torch.device:

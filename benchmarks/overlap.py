@@ -66,13 +66,16 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--ranks is {args.ranks}: {shape.label}: {error}")
     args.dtype = args.dtype or ("bfloat16" if gpus else "float32")
+    if args.out is not None:
+        try:  # before anything has run for nothing
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out is {args.out}: {error}")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)  # an error here is known before anything runs
     command = shlex.join(["benchmarks/overlap.py", *sys.argv[1:]])
     job = Job(tuple(args.shapes), args.dtype, args.rounds, args.plans, args.save, command, args.out)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from columns import DIRECT, Column, Groups, Replayed, Rotated, columns_of, plans_to_compare
+from columns import DIRECT, NAMES, Column, Groups, Replayed, Rotated, columns_of, plans_to_compare
 from environment import environment
 from measure import align, issue_seconds, join, measure
 from problem import ROTATION, Problem
@@ -110,9 +110,19 @@ def _tune(problem: Problem, groups: Groups, job: Job) -> dict[str, dict]:
     call = op, problem.x[0], problem.weights[0]
     so.tune(*call, groups.tuned, save=job.save)
     if groups.alone is not None:
-        so.tune(so.all_gather_gemm, problem.whole_x(0), problem.weights[0], groups.alone, save=False)
+        _tune_product(problem, groups.alone)
     named = {"untuned": groups.untuned, "tuned": groups.tuned}
     return {name: asdict(so.explain(*call, group).plan) for name, group in named.items()}
+
+
+def _tune_product(problem: Problem, alone: dist.ProcessGroup) -> None:
+    """As the tuner does, but for one product alone: with the fastest of cuBLASLt's algorithms it runs from here on."""
+    impl = so.Communicator.of(alone, problem.x[0].device)._open()
+    impl.set_tuning(True)
+    try:
+        so.all_gather_gemm(problem.whole_x(0), problem.weights[0], alone, plan=DIRECT)
+    finally:
+        impl.set_tuning(False)
 
 
 Variant = Rotated | Replayed
@@ -125,10 +135,11 @@ def _variants(
     found: dict[tuple[str, str], Variant] = {}
     missing: dict[str, dict[str, str]] = {mode: {} for mode in MODES}
     reason = None
-    for mode, variant in MODES.items():
-        if mode == "graph" and device.type == "cpu":
-            continue
+    modes = {mode: variant for mode, variant in MODES.items() if mode == "eager" or device.type == "cuda"}
+    for mode, variant in modes.items():
         for name, column in columns.items():
+            if name not in NAMES and mode != list(modes)[-1]:
+                continue  # plans that are compared: where the CPU hides least
             if name != "fused":
                 found[mode, name] = variant(column)
                 continue

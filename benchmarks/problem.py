@@ -31,8 +31,8 @@ class Problem:
         else:
             self.x = [self._new(*self._x_size) for _ in range(ROTATION)]
             self.partials = [self._new(shape.M, shape.N) for _ in range(ROTATION)]
-        self.integers = True
-        self.fill(integers=True)
+        self.integers = False
+        self.fill(integers=False)
 
     def fill(self, integers: bool) -> None:
         """In place, for graphs. Small integers, whose sums are exact in any order, or what activations look like."""
