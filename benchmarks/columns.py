@@ -44,6 +44,10 @@ class Groups(NamedTuple):
             so.Communicator(alone, device="cuda", tuning="off")
         return cls(found["table"], found["off"], alone)
 
+    def close(self, device: torch.device) -> None:
+        for group in filter(None, self):
+            so.Communicator.of(group, device).close()
+
 
 class Column(NamedTuple):
     """Calls, each on set `i` of the inputs, and what they must give."""

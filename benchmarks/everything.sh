@@ -50,9 +50,12 @@ mkdir -p "$logs"
 if ((found < gpus)); then
     echo "everything.sh: $found GPUs for $gpus ranks: correctness alone"
     export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
-    all=(doctor tests bench)
-    ((${#steps[@]})) && all=($(printf '%s\n' "${all[@]}" "${steps[@]}" | sort | uniq -d))
-    steps=("${all[@]}")
+    ((${#steps[@]})) || steps=("${all[@]}")
+    kept=()
+    for step in "${steps[@]}"; do
+        [[ $step =~ ^(doctor|tests|bench)$ ]] && kept+=("$step")
+    done
+    steps=(${kept[@]+"${kept[@]}"})
     bench=(--set small --only M64 --rounds 1 --out "$logs/shared")
 else
     ((${#steps[@]})) || steps=("${all[@]}")
@@ -66,12 +69,16 @@ run() { # STEP SECONDS COMMAND...
     echo "=== $step: $* (at most $seconds s)"
     timeout --kill-after=30 "$seconds" "$@" 2>&1 | tee "$logs/$step.log"
     local status=$?
-    ((status == 0)) && outcomes+=("$step: done") || outcomes+=("$step: FAILED, exit status $status, $logs/$step.log")
-    ((status == 0)) || failed=1
+    if ((status == 0)); then
+        outcomes+=("$step: done")
+    else
+        outcomes+=("$step: FAILED, exit status $status, see $logs/$step.log")
+        failed=1
+    fi
 }
 
 outcomes=() failed=0
-for step in "${steps[@]}"; do
+for step in ${steps[@]+"${steps[@]}"}; do
     case $step in
         doctor) run doctor 300 "$PY" -m streamoverlap doctor ;;
         tests) run tests 3600 "$PY" -m pytest -m gpu tests/gpu ;;
@@ -83,5 +90,5 @@ for step in "${steps[@]}"; do
         ship) run ship 60 "$PY" benchmarks/ship.py "$STREAMOVERLAP_CACHE" ;;
     esac
 done
-printf '%s\n' "=== outcomes" "${outcomes[@]}"
+printf '%s\n' "=== outcomes" ${outcomes[@]+"${outcomes[@]}"}
 exit $failed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from columns import DIRECT, NAMES, Column, Groups, Replayed, Rotated, columns_of, plans_to_compare
 from environment import environment
-from measure import align, issue_seconds, join, measure
+from measure import align, issue_seconds, join, measure, synchronize
 from problem import ROTATION, Problem
 from report import prefix_of, write_json
 from shapes import Shape
@@ -40,6 +40,7 @@ def run_rank(job: Job, threads: int) -> dict:
     device = join()
     rank, world = dist.get_rank(), dist.get_world_size()
     if device.type == "cuda":
+        # For `fused`, whose first call tells why if it cannot be.
         attempt(lambda: symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name))
     groups = Groups.make(device)
     about = environment(device)
@@ -62,11 +63,14 @@ def run_rank(job: Job, threads: int) -> dict:
                 print(f"[{number}/{len(job.shapes)}] {progress_of(result)}", flush=True)
                 write_json(document, prefix_of(job.out, document))  # should a later one fail
     align(device)  # calls of peers may need this rank's memory until here
+    groups.close(device)
     dist.destroy_process_group()
     return document
 
 
 def run_shape(shape: Shape, groups: Groups, job: Job, device: torch.device) -> dict:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # slots are not torch's, and need what the last shape has left
     problem = Problem(shape, getattr(torch, job.dtype), device)
     world = problem.world
     compared = plans_to_compare(shape.gathers, world) if job.plans else {}
@@ -143,7 +147,7 @@ def _variants(
             if name != "fused":
                 found[mode, name] = variant(column)
                 continue
-            made, reason = (None, reason) if reason else _try_together(variant, column)
+            made, reason = (None, reason) if reason else _try_together(variant, column, device)
             if reason is None:
                 found[mode, name] = made
             else:
@@ -151,14 +155,14 @@ def _variants(
     return found, missing
 
 
-def _try_together(variant: type[Variant], column: Column) -> tuple[Variant | None, str | None]:
+def _try_together(variant: type[Variant], column: Column, device: torch.device) -> tuple[Variant | None, str | None]:
     """Makes it, and one call; or gives why some rank could not, the same on all ranks."""
     made: list[Variant] = []
 
     def make_and_call() -> None:
         made.append(variant(column))
         column.call(0)
-        torch.cuda.synchronize()
+        synchronize(device)
 
     everyone: list[tuple[float, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, attempt(make_and_call))

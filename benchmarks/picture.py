@@ -15,7 +15,7 @@ _LOOKS = {
 }
 _TITLES = {"eager": "eager", "graph": "in a CUDA graph"}
 _ROW, _TOP, _BOTTOM, _PANEL, _LABELS = 0.24, 0.75, 0.55, 4.2, 1.7  # inches
-_TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
+_TICKS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
 
 
 def draw(document: dict, path: Path) -> None:

@@ -17,8 +17,8 @@ import shapes
 import ship
 import simulated
 import torch
-from columns import NAMES, Groups, Rotated, columns_of, plans_to_compare
-from overlap_rank import _check, _check_exactly
+from columns import NAMES, Column, Groups, Rotated, columns_of, plans_to_compare
+from overlap_rank import _check, _check_exactly, _variants
 from problem import ROTATION, Problem
 
 from streamoverlap import PlanSpec, simulate, table
@@ -244,6 +244,24 @@ def test_wrong_results_are_found(ranks) -> None:
     ranks(2).run(wrong_results_are_found)
 
 
+def a_fused_op_fails(rank: int, world: int, group) -> dict:
+    problem = Problem(shapes.ON_CPU[0], torch.float32, torch.device("cpu"))
+
+    def fails_on_one(i: int) -> torch.Tensor:
+        if rank == 1:
+            raise RuntimeError("no symmetric memory\nand more")
+        return problem.product(i)
+
+    columns = {"mm": Column(problem.product, "product"), "fused": Column(fails_on_one, "product")}
+    found, missing = _variants(columns, problem, torch.device("cpu"))
+    assert set(found) == {("eager", "mm")}
+    return missing["eager"]
+
+
+def test_where_pytorchs_op_fails_the_column_says_why_on_all_ranks(ranks) -> None:
+    assert ranks(2).run(a_fused_op_fails) == [{"fused": "rank 1: no symmetric memory"}] * 2
+
+
 def test_nan_and_other_sizes_are_wrong() -> None:
     problem = Problem.__new__(Problem)
     for problem.integers in (True, False):
@@ -326,6 +344,50 @@ def test_fewer_gpus_than_ranks_must_be_asked_for(monkeypatch, capsys) -> None:
 def test_bad_arguments_of_everything_are_named(words: list[str], said: str) -> None:
     done = subprocess.run(["bash", ROOT / "benchmarks/everything.sh", *words], capture_output=True, text=True)
     assert done.returncode == 2 and said in done.stderr
+
+
+def everything(folder: Path, gpus: int, *words: str) -> subprocess.CompletedProcess:
+    """Runs it in another tree, with a Python that finds so many GPUs, tells what it is to run, and fails in layers.py."""
+    (folder / "benchmarks").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "benchmarks/everything.sh", folder / "benchmarks")
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && echo {gpus} && exit\necho run: "$@"\ncase "$*" in *layers*) exit 3; esac\n'
+    )
+    python.chmod(0o755)
+    command = ["bash", folder / "benchmarks/everything.sh", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PY": str(python)}, timeout=60)
+
+
+def test_everything_goes_on_after_a_failure_and_tells_of_it(tmp_path: Path) -> None:
+    done = everything(tmp_path, 4, "4")
+    outcomes = done.stdout.split("=== outcomes\n")[1].splitlines()
+    assert [line.split(":")[0] for line in outcomes] == (
+        ["doctor", "tests", "bench", "more", "simulated", "async", "layers", "ship"]
+    )
+    assert [line for line in outcomes if not line.endswith(": done")] == [
+        "layers: FAILED, exit status 3, see benchmarks/results/everything_4x/layers.log"
+    ]
+    assert done.returncode == 1
+    wanted = "run: benchmarks/overlap.py --ranks 4 --set core --plans --save --out benchmarks/results/bench_4x\n"
+    assert (tmp_path / "benchmarks/results/everything_4x/bench.log").read_text() == wanted
+
+
+def test_options_of_everything_are_those_of_the_programs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.chdir(tmp_path)
+    for step in ("bench", "more"):
+        words = (
+            everything(tmp_path, 4, "4", step).stdout.split("run: benchmarks/overlap.py ")[1].splitlines()[0].split()
+        )
+        assert overlap.parse_arguments(words).ranks == 4
+
+
+def test_everything_on_fewer_gpus_is_what_means_something_there(tmp_path: Path) -> None:
+    done = everything(tmp_path, 2, "4")
+    outcomes = done.stdout.split("=== outcomes\n")[1].splitlines()
+    assert outcomes == ["doctor: done", "tests: done", "bench: done"] and done.returncode == 0
+    assert everything(tmp_path, 2, "4", "ship").stdout.endswith("=== outcomes\n")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
