@@ -81,7 +81,7 @@ outcomes=() failed=0
 for step in ${steps[@]+"${steps[@]}"}; do
     case $step in
         doctor) run doctor 300 "$PY" -m streamoverlap doctor ;;
-        tests) run tests 3600 "$PY" -m pytest -m gpu tests/gpu ;;
+        tests) run tests 3600 "$PY" -m pytest -m gpu ;;
         bench) run bench 3000 "$PY" benchmarks/overlap.py --ranks "$gpus" "${bench[@]}" ;;
         more) run more 1800 "$PY" benchmarks/overlap.py --ranks "$gpus" --set more small --save --out "${prefix}_more" ;;
         simulated) run simulated 600 "$PY" benchmarks/simulated.py "$prefix.json" ;;
