@@ -78,7 +78,7 @@ def run_shape(shape: Shape, groups: Groups, job: Job, device: torch.device) -> d
     begin = time.perf_counter()
     plans = _tune(problem, groups, job) | {name: asdict(plan) for name, plan in compared.items()}
     tuning = time.perf_counter() - begin
-    timed, missing = _variants(columns, problem, device)
+    timed, missing = _variants(columns, device)
     _check_exactly(columns, timed, problem)
     problem.fill(integers=False)
     for variant in timed.values():
@@ -133,7 +133,7 @@ Variant = Rotated | Replayed
 
 
 def _variants(
-    columns: dict[str, Column], problem: Problem, device: torch.device
+    columns: dict[str, Column], device: torch.device
 ) -> tuple[dict[tuple[str, str], Variant], dict[str, dict[str, str]]]:
     """By mode and column; and by mode, why columns are missing: PyTorch's own op may fail, ours may not."""
     found: dict[tuple[str, str], Variant] = {}

@@ -70,7 +70,7 @@ def a_fused_op_fails(rank: int, world: int, group) -> dict:
         return problem.product(i)
 
     columns = {"mm": Column(problem.product, "product"), "fused": Column(fails_on_one, "product")}
-    found, missing = _variants(columns, problem, torch.device("cpu"))
+    found, missing = _variants(columns, torch.device("cpu"))
     assert set(found) == {("eager", "mm")}
     return missing["eager"]
 
