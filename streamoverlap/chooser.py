@@ -15,11 +15,14 @@ from torch import Tensor
 
 from streamoverlap import _C, simulate
 from streamoverlap.intercept import Asked
+from streamoverlap.scaling import name_of
 from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
-# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32.
+# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32; nobody has
+# measured float8 here.
 _RATES = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 0.07, torch.float64: 0.07}
+_RATES |= {torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 2.0}
 _STEPS = 4  # of rows an octave: token counts that change from call to call are not each simulated
 _MOST_KNOWN = 4096  # shapes
 _TUNE = 0xFFFFFFFF  # what ranks agree on where all of them are to measure
@@ -35,6 +38,8 @@ class Shape(NamedTuple):
     k: int
     dtype: torch.dtype
     compute_streams: int = _C.MAX_COMPUTE_STREAMS  # that there are for it
+    out_dtype: torch.dtype | None = None  # None: that of x
+    scaling: str = ""  # of float8
 
     def sizes(self) -> tuple[int, int, int]:
         return self.m, self.n, self.k
@@ -48,10 +53,18 @@ class Shape(NamedTuple):
     def shared(self) -> tuple:
         """What all ranks know: their weights may differ in the size that is their own."""
         width = self.k if self.operation in GATHERS else self.n
-        return self.operation, self.m, width, str(self.dtype), self.compute_streams
+        return self.operation, self.m, width, str(self.dtype), self.compute_streams, self.scaling
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of an element: x travels, or partial products do."""
+        travels = self.dtype if self.operation in GATHERS else self.out_dtype or self.dtype
+        return travels.itemsize
 
 
-def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -> Shape:
+def shape_of(
+    operation: str, world: int, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None
+) -> Shape:
     """Of valid arguments."""
     gathers = operation in GATHERS
     if weights:
@@ -60,7 +73,8 @@ def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -
     else:
         rows, row = x.shape[0], prod(x.shape[1:])
         m, n, k = (rows * world, 1, row) if gathers else (rows, row, 1)
-    return Shape(operation, world, m, n, k, x.dtype)
+    shape = Shape(operation, world, m, n, k, x.dtype)
+    return shape if scaling is None else shape._replace(out_dtype=scaling.out_dtype, scaling=name_of(scaling))
 
 
 def costs_of(dtype: torch.dtype) -> simulate.Costs:
@@ -70,10 +84,10 @@ def costs_of(dtype: torch.dtype) -> simulate.Costs:
 
 def predicted(shape: Shape, plan: PlanSpec) -> float:
     """Seconds of one call on idle ranks, H200s."""
-    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize}
+    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.exchanged_bytes}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
-    spec = simulate.spec_of(plan, shape.operation, shape.world)
+    spec = simulate.spec_of(plan, shape.operation, shape.world, bool(shape.scaling))
     return simulate.predicted_seconds(simulate.simulate(spec, *shape.sizes(), **options))
 
 
@@ -195,7 +209,7 @@ class Chooser:
         return choice
 
     def bucket(self, asked: Asked) -> Shape:
-        shape = shape_of(asked.operation, self._world, asked.x, asked.weights)
+        shape = shape_of(asked.operation, self._world, asked.x, asked.weights, asked.scaling)
         return shape._replace(compute_streams=asked.compute_streams).bucket()
 
     def found(self, asked: Asked, choice: Choice) -> None:
@@ -228,7 +242,7 @@ class Chooser:
 
 def _key(asked: Asked) -> tuple:
     layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
-    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, *layouts)
+    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, name_of(asked.scaling), *layouts)
 
 
 def has_data(asked: Asked) -> bool:

@@ -56,7 +56,7 @@ def call(change=None, ranks=(0, 1), copy_input=False):
         ops = good_ops(rank)
         if change is not None and rank in ranks:
             ops = change(ops, rank) or ops
-        both.append((ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, rank, 5, list(ops.values())))
+        both.append((ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, False, rank, 5, list(ops.values())))
     return both
 
 
@@ -183,7 +183,7 @@ def test_exchange_held_up_by_the_caller():
         at = names.index("return credit")
         return {name: joined[name] for name in [*names[:at], "join send", "joined", "recv after joined", *names[at:]]}
 
-    breaks([[(*plan[:9], 6, plan[10]) for plan in call(change)]], "the exchange is held up")
+    breaks([[(*plan[:10], 6, plan[11]) for plan in call(change)]], "the exchange is held up")
 
 
 def test_says_so_where_it_cannot_decide():
@@ -196,9 +196,9 @@ def test_says_so_where_it_cannot_decide():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda plan: plan[:9], "plan has 9 fields; expected 11"),
+        (lambda plan: plan[:9], "plan has 9 fields; expected 12"),
         (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 5"),
-        (lambda plan: (*plan[:10], [(9, *plan[10][0][1:])]), "kind is 9; expected 0 to 7"),
+        (lambda plan: (*plan[:11], [(9, *plan[11][0][1:])]), "kind is 9; expected 0 to 7"),
     ],
 )
 def test_bad_tuples_are_refused(spoil, message):
