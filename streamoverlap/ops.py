@@ -65,7 +65,7 @@ def all_gather_gemm(
             of such weights that share one exchange.
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, or a list with one for each weight (None for those without).
-        scale_x, scale_weight: of float8, as `torch._scaled_mm` takes them: ``(x * scale_x) @ (weight * scale_weight).T``.
+        scale_x, scale_weight: of float8, as `torch._scaled_mm` has them: ``(x * scale_x) @ (weight * scale_weight).T``.
             float32; both of one element (tensor-wise; each rank may have its own), or row-wise ``[rows, 1]`` (or
             ``[s, b, 1]``) and ``[1, N]`` (or ``[N, 1]``). A list for a list of weights. weight is float8_e4m3fn then,
             row-major, with N and K multiples of 16. x's rows and their scales travel together. No gradient is recorded.
@@ -142,8 +142,8 @@ def gemm_reduce_scatter(
         weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
-        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank has scales of its own slices.
-            Partial products travel, and are summed, in out_dtype.
+        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
+            partial products travel, and are summed, in out_dtype.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -184,8 +184,8 @@ def gemm_all_reduce(
         weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
-        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank has scales of its own slices.
-            Partial products travel, and are summed, in out_dtype.
+        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
+            partial products travel, and are summed, in out_dtype.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:

@@ -82,14 +82,16 @@ void check_device(const at::Tensor& tensor, const std::string& argument, const a
                     x.device());
 }
 
-void check_dtype(const at::Tensor& tensor, const std::string& argument, at::ScalarType expected, const char* of) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, argument, " has dtype ", dtype_name(tensor), "; expected ", of,
+// `wanted`: the message before that dtype.
+void check_dtype(const at::Tensor& tensor, const std::string& argument, at::ScalarType expected,
+                 const char* wanted = "; expected ") {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, argument, " has dtype ", dtype_name(tensor), wanted,
                    dtype_name(expected));
 }
 
 void check_like(const at::Tensor& tensor, const std::string& argument, const at::Tensor& x) {
   check_tensor(tensor, argument);
-  check_dtype(tensor, argument, x.scalar_type(), "that of x, ");
+  check_dtype(tensor, argument, x.scalar_type(), "; expected that of x, ");
   check_device(tensor, argument, x);
 }
 
@@ -160,7 +162,7 @@ void check_8_bit_weight(const at::Tensor& weight, const std::string& argument) {
 void check_weight(const at::Tensor& weight, const std::string& argument, const at::Tensor& x, bool scaled) {
   if (scaled) {
     check_kind(weight, argument);
-    check_dtype(weight, argument, at::kFloat8_e4m3fn, "");
+    check_dtype(weight, argument, at::kFloat8_e4m3fn);
     check_device(weight, argument, x);
   } else {
     check_like(weight, argument, x);
@@ -179,7 +181,8 @@ void check_weight(const at::Tensor& weight, const std::string& argument, const a
 
 at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const Problem& problem, std::int64_t n) {
   check_tensor(bias, argument);
-  check_dtype(bias, argument, problem.out_dtype(), problem.scaling ? "out_dtype, " : "that of x, ");
+  check_dtype(bias, argument, problem.out_dtype(),
+              problem.scaling ? "; expected out_dtype, " : "; expected that of x, ");
   check_device(bias, argument, problem.x);
   TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == n, argument, " has shape ", bias.sizes(), "; expected [", n,
                     "], one value a row of weight");
@@ -188,7 +191,7 @@ at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const
 
 void check_scale(const at::Tensor& scale, const std::string& argument, const at::Tensor& x) {
   check_kind(scale, argument);
-  check_dtype(scale, argument, at::kFloat, "");
+  check_dtype(scale, argument, at::kFloat);
   check_device(scale, argument, x);
 }
 

@@ -135,6 +135,7 @@ void Gemm::set_scaling() {
   set(operation_.get(), CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
   set(operation_.get(), CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
   set(operation_.get(), CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<std::int8_t>(shape_.fast_accumulation));
+  if (!epilogue_adds_bias(shape_)) return;
   set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<std::int32_t>(type_of(shape_.d_dtype)));
 }
 
