@@ -16,11 +16,14 @@ from torch import Tensor
 from streamoverlap import _C, simulate
 from streamoverlap.call import current_mode
 from streamoverlap.intercept import Asked
+from streamoverlap.scaling import name_of
 from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
-# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32.
+# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32; nobody has
+# measured float8 here.
 _RATES = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 0.07, torch.float64: 0.07}
+_RATES |= {torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 2.0}
 _STEPS = 4  # of rows an octave: token counts that change from call to call are not each simulated
 _MOST_KNOWN = 4096  # shapes
 _TUNE = 0xFFFFFFFF  # what ranks agree on where all of them are to measure
@@ -37,6 +40,8 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     compute_streams: int = _C.MAX_COMPUTE_STREAMS  # that there are for it
     graph: bool = False  # captured in a CUDA graph, so that issuing it costs nothing
+    out_dtype: torch.dtype | None = None  # None: that of x
+    scaling: str = ""  # of float8
 
     def sizes(self) -> tuple[int, int, int]:
         return self.m, self.n, self.k
@@ -50,10 +55,18 @@ class Shape(NamedTuple):
     def shared(self) -> tuple:
         """What all ranks know: their weights may differ in the size that is their own."""
         width = self.k if self.operation in GATHERS else self.n
-        return self.operation, self.m, width, str(self.dtype), self.compute_streams
+        return self.operation, self.m, width, str(self.dtype), self.compute_streams, self.scaling
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of an element: x travels, or partial products do."""
+        travels = self.dtype if self.operation in GATHERS else self.out_dtype or self.dtype
+        return travels.itemsize
 
 
-def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -> Shape:
+def shape_of(
+    operation: str, world: int, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None
+) -> Shape:
     """Of valid arguments."""
     gathers = operation in GATHERS
     if weights:
@@ -62,7 +75,8 @@ def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -
     else:
         rows, row = x.shape[0], prod(x.shape[1:])
         m, n, k = (rows * world, 1, row) if gathers else (rows, row, 1)
-    return Shape(operation, world, m, n, k, x.dtype)
+    shape = Shape(operation, world, m, n, k, x.dtype)
+    return shape if scaling is None else shape._replace(out_dtype=scaling.out_dtype, scaling=name_of(scaling))
 
 
 def costs_of(dtype: torch.dtype) -> simulate.Costs:
@@ -72,10 +86,11 @@ def costs_of(dtype: torch.dtype) -> simulate.Costs:
 
 def predicted(shape: Shape, plan: PlanSpec) -> float:
     """Seconds of one call on idle ranks, H200s."""
-    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize, "graph": shape.graph}
+    costs = costs_of(shape.dtype)
+    options = {"costs": costs, "dtype_bytes": shape.exchanged_bytes, "graph": shape.graph}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
-    spec = simulate.spec_of(plan, shape.operation, shape.world)
+    spec = simulate.spec_of(plan, shape.operation, shape.world, bool(shape.scaling))
     return simulate.predicted_seconds(simulate.simulate(spec, *shape.sizes(), **options))
 
 
@@ -201,7 +216,7 @@ class Chooser:
         return choice
 
     def bucket(self, asked: Asked, graph: bool) -> Shape:
-        shape = shape_of(asked.operation, self._world, asked.x, asked.weights)
+        shape = shape_of(asked.operation, self._world, asked.x, asked.weights, asked.scaling)
         return shape._replace(compute_streams=asked.compute_streams, graph=graph).bucket()
 
     def found(self, shape: Shape, choice: Choice) -> None:
@@ -237,7 +252,8 @@ class Chooser:
 
 def _key(asked: Asked) -> tuple:
     layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
-    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, is_for_graph(asked), *layouts)
+    x, scaling = asked.x, name_of(asked.scaling)
+    return (asked.operation, x.dtype, x.shape, asked.compute_streams, is_for_graph(asked), scaling, *layouts)
 
 
 def is_for_graph(asked: Asked) -> bool:

@@ -75,10 +75,11 @@ class PlanSource:
         choice = self._without_asking(plan) or self._chooser.own(asked)
         spec, seconds = comm._spec_of(asked, choice.plan), None
         if comm.device_type == "cuda" and has_data(asked):
-            seconds = predicted(shape_of(asked.operation, comm.world, asked.x, asked.weights), choice.plan)
+            shape = shape_of(asked.operation, comm.world, asked.x, asked.weights, asked.scaling)
+            seconds = predicted(shape, choice.plan)
         traced = None
         if spec is not None:
-            traced = self._traced.get(title_of(spec, asked.x, asked.weights))
+            traced = self._traced.get(title_of(spec, asked.x, asked.weights, asked.scaling))
         return Explanation(asked.operation, choice.plan, choice.reason, seconds, traced or choice.measured)
 
     def note_traced(self, timelines: Iterable[Timeline]) -> None:
@@ -131,7 +132,8 @@ class PlanSource:
         return measured(entry.seconds, entry.serial_seconds, entry.plan)
 
 
-def title_of(spec: _C.Spec, x: Tensor, weights: Sequence[Tensor]) -> str:
+def title_of(spec: _C.Spec, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None) -> str:
     """Of the traces of such calls, to tell them apart."""
     sizes = "".join(f", weight of {list(weight.shape)}" for weight in weights)
-    return f"{spec} on x of {list(x.shape)}, {x.dtype}{sizes}"
+    scales = "" if scaling is None else f", {scaling}"
+    return f"{spec} on x of {list(x.shape)}, {x.dtype}{scales}{sizes}"

@@ -44,7 +44,7 @@ _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
 KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
-_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales")
 _FLAGS = ("full", "empty")
 
 
@@ -58,6 +58,7 @@ def build(
     reduce: str = "accumulate",
     keep_gathered: bool = False,
     copy_input: bool = False,
+    scaled: bool = False,
     pruned: bool = True,
 ) -> list[Plan]:
     """The plans of all ranks for one operation.
@@ -69,12 +70,13 @@ def build(
         keep_gathered: all_gather_gemm also hands out the gathered input.
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
+        scaled: of products: rows of the input have scales (float8), which go where the rows go.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
-    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered, copy_input)
+    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered, copy_input, scaled)
     return build_spec(spec, pruned=pruned)
 
 
@@ -98,6 +100,9 @@ def variants(
         copies = (False,) if multiplies else (False, True)
         for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
+            # Scales of what is summed never travel: their plans differ from the others in what a GEMM reads alone.
+            if multiplies and not keep and (not sums_products or (count, reduction) == (streams[0], "accumulate")):
+                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, True)
 
 
 def spec_options(spec: Spec) -> dict:
@@ -111,6 +116,7 @@ def spec_options(spec: Spec) -> dict:
         "compute_streams": spec.compute_streams,
         "keep_gathered": spec.keep_gathered,
         "copy_input": spec.copy_input,
+        "scaled": spec.scaled,
     }
 
 
@@ -125,6 +131,7 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.compute_streams,
         spec.keep_gathered,
         spec.copy_input,
+        spec.scaled,
     )
 
 

@@ -228,7 +228,7 @@ def simulate(
         spec: whose plans, pruned, are run; or the plans of all ranks themselves.
         m, n, k, as_tp: sizes before sharding; see `local_problem`.
         costs: of the machine; gemm_flops must be that of the dtype.
-        dtype_bytes: of an element.
+        dtype_bytes: of an element that is exchanged.
         graph: replayed from a CUDA graph, so that no op waits until the CPU has issued it.
 
     Raises:
@@ -286,9 +286,10 @@ def serial_seconds(
     return exchange + issue + gemm_seconds(operation, world, m, n, k, costs=costs, as_tp=as_tp)
 
 
-def spec_of(plan: PlanSpec, operation: str, world: int) -> plans.Spec:
+def spec_of(plan: PlanSpec, operation: str, world: int, scaled: bool = False) -> plans.Spec:
     """The plan of an overlapped PlanSpec."""
-    return plans.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, plan.compute_streams)
+    streams = plan.compute_streams
+    return plans.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, streams, scaled=scaled)
 
 
 def candidates(operation: str) -> list[PlanSpec]:

@@ -36,8 +36,8 @@ class PlanSpec:
         compute_streams: GEMMs go round robin over this many streams, 1 to 3.
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
-            (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter and gemm_all_reduce;
-            ignored elsewhere.
+            (``"ring"``). Partial products travel in the dtype of the result. For gemm_reduce_scatter and
+            gemm_all_reduce; ignored elsewhere.
 
     Raises:
         ValueError: a field is out of range; the message names it.

@@ -17,6 +17,7 @@ from streamoverlap.call import PLAIN, Mode
 from streamoverlap.chooser import Shape, layout_of, ranked
 from streamoverlap.intercept import Asked, intercept
 from streamoverlap.meeting import attempt
+from streamoverlap.scaling import ones_like
 from streamoverlap.spec import GATHERS, PlanSpec
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ def _plans_for(communicator: Communicator, shape: Shape) -> list[PlanSpec]:
 def problem_of(shape: Shape, weights: Sequence[Tensor]) -> table.Problem:
     """By which a call with rows as in the bucket is found in a table."""
     dtype, layout = str(shape.dtype).removeprefix("torch."), layout_of(weights)
+    if shape.scaling:
+        dtype = f"{dtype}, {shape.scaling}"
     return table.Problem(shape.operation, shape.world, *shape.sizes(), dtype, layout, shape.graph)
 
 
@@ -147,10 +150,17 @@ def _copies(asked: Asked, shape: Shape) -> Asked:
     rows = shape.m // shape.world if asked.operation in GATHERS else shape.m
     x = asked.x
     trailing = x.shape[-1:] if asked.weights else x.shape[1:]
-    filled = torch.empty(rows, *trailing, dtype=x.dtype, device=x.device).normal_()
-    weights = [torch.empty_like(weight).normal_() for weight in asked.weights]
-    biases = [None if bias is None else torch.empty_like(bias).normal_() for bias in asked.biases]
-    return asked._replace(x=filled, weights=weights, biases=biases)
+    filled = _normal(torch.empty(rows, *trailing, dtype=x.dtype, device=x.device))
+    weights = [_normal(torch.empty_like(weight)) for weight in asked.weights]
+    biases = [None if bias is None else _normal(torch.empty_like(bias)) for bias in asked.biases]
+    scaling = None if asked.scaling is None else ones_like(asked.scaling, filled)
+    return asked._replace(x=filled, weights=weights, biases=biases, scaling=scaling)
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    if tensor.element_size() > 1:
+        return tensor.normal_()
+    return tensor.copy_(torch.empty_like(tensor, dtype=torch.float32).normal_())  # float8 has no normal_
 
 
 def _several(call: Callable, plan: PlanSpec, device: torch.device, graph: bool) -> Callable[[], object]:

@@ -67,7 +67,7 @@ std::string repr(const T& value) {
 void register_parts(py::module_& m) {
   py::class_<Spec>(m, "Spec", "A variant of an operation: what all ranks must agree on.")
       .def(py::init([](const std::string& operation, const std::string& algorithm, const std::string& reduction,
-                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input) {
+                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input, bool scaled) {
              return Spec{parse_operation(operation),
                          parse_algorithm(algorithm),
                          parse_reduction(reduction),
@@ -75,11 +75,12 @@ void register_parts(py::module_& m) {
                          chunks,
                          compute_streams,
                          keep_gathered,
-                         copy_input};
+                         copy_input,
+                         scaled};
            }),
            py::arg("operation"), py::arg("algorithm") = "direct", py::arg("reduction") = "accumulate",
            py::arg("world") = 1, py::arg("chunks") = 1, py::arg("compute_streams") = 1,
-           py::arg("keep_gathered") = false, py::arg("copy_input") = false)
+           py::arg("keep_gathered") = false, py::arg("copy_input") = false, py::arg("scaled") = false)
       .def_property_readonly("operation", [](const Spec& s) { return plan::name(s.operation); })
       .def_property_readonly("algorithm", [](const Spec& s) { return plan::name(s.algorithm); })
       .def_property_readonly("reduction", [](const Spec& s) { return plan::name(s.reduction); })
@@ -88,6 +89,7 @@ void register_parts(py::module_& m) {
       .def_readonly("compute_streams", &Spec::compute_streams)
       .def_readonly("keep_gathered", &Spec::keep_gathered)
       .def_readonly("copy_input", &Spec::copy_input)
+      .def_readonly("scaled", &Spec::scaled)
       .def("__eq__", [](const Spec& a, const Spec& b) { return a == b; })
       .def("__hash__", [](const Spec& s) { return py::hash(py::str(plan::to_string(s))); })
       .def("__str__", [](const Spec& s) { return plan::to_string(s); })

@@ -46,6 +46,7 @@ Stream Writer::next_compute() { return kCompute + computes_++ % plan_.spec.compu
 void Writer::gemm(Stream stream, std::vector<Region> a_and_c, const Region& d, bool bias) {
   Op& op = emit(Kind::Gemm, stream);
   op.reads = std::move(a_and_c);
+  if (spec().scaled) op.reads.insert(op.reads.begin() + 1, scales(op.reads[0]));
   op.writes = {d};
   op.bias = bias;
 }
@@ -66,6 +67,11 @@ int Writer::put(const Region& from, const Region& to, int index) {
   Op& put = emit(Kind::Put, kSend);
   put.reads = {from};
   put.writes = {to};
+  if (spec().scaled && gathers(spec())) {
+    Op& with = emit(Kind::Put, kSend);
+    with.reads = {scales(from)};
+    with.writes = {scales(to)};
+  }
   emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), to.rank, index};
   return record(kSend);
 }

@@ -1,6 +1,6 @@
 // streamoverlap._interpreter: plans travel as plain tuples, so no type crosses from streamoverlap._C.
 //
-//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input)
+//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled)
 //   plan   = (*spec, rank, events, [op, ...])
 //   op     = (kind, stream, [region, ...] read, [region, ...] written, bias, flag, event)
 //   region = (buffer, rank, shard, chunk)
@@ -45,6 +45,7 @@ plan::Spec to_spec(const py::tuple& t) {
   spec.compute_streams = t[5].cast<int>();
   spec.keep_gathered = t[6].cast<bool>();
   spec.copy_input = t[7].cast<bool>();
+  spec.scaled = t[8].cast<bool>();
   return spec;
 }
 
@@ -76,12 +77,12 @@ plan::Op to_op(const py::tuple& t) {
 }
 
 plan::Plan to_plan(const py::tuple& t) {
-  expect_fields("plan", t, 11);
+  expect_fields("plan", t, 12);
   plan::Plan plan;
   plan.spec = to_spec(t);
-  plan.rank = t[8].cast<int>();
-  plan.events = t[9].cast<int>();
-  for (const py::handle op : t[10]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
+  plan.rank = t[9].cast<int>();
+  plan.events = t[10].cast<int>();
+  for (const py::handle op : t[11]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
   return plan;
 }
 
@@ -103,7 +104,7 @@ std::vector<std::string> interpret_tuples(const std::vector<std::vector<py::tupl
 }
 
 py::dict mutate_tuple(const py::tuple& spec_tuple, bool prune, std::size_t max_states, std::uint64_t seed) {
-  expect_fields("spec", spec_tuple, 8);
+  expect_fields("spec", spec_tuple, 9);
   const plan::Spec spec = to_spec(spec_tuple);
   Campaign c;
   {
