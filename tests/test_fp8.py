@@ -66,7 +66,7 @@ def test_what_must_be_rounded_is_within_rounding(ranks, operation: str) -> None:
 
 
 def special_values(rank: int, world: int, group) -> None:
-    """As torch._scaled_mm: the product, then its scales."""
+    """As torch._scaled_mm on CUDA: the product, then its scales."""
     values = torch.tensor([1e-4, 1e4, 0.0, float("inf"), float("nan"), 1.0, -1.0, 3.0])
     x = torch.eye(8, 16).to(E4M3)
     x[6, 3] = float("nan")
