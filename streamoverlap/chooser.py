@@ -175,7 +175,11 @@ class Chooser:
 
     def choose(self, asked: Asked, timeout: float = 0.0) -> Choice:
         """For one call, the same on all ranks; `timeout` in seconds, 0: the group's."""
-        key = _key(asked)
+        try:
+            key = _key(asked)
+        except RuntimeError:  # of a tensor without sizes, such as a nested one
+            asked.identity()
+            raise
         known = self._known.get(key)
         if known is not None:
             self._ask(known.agreement, timeout, knows=True)

@@ -393,3 +393,12 @@ def test_predictions_for_graphs_leave_the_cpu_out() -> None:
     small = shape("all_gather_gemm", 2, m=256)
     eager, captured = (chooser.predicted(small._replace(graph=graph), so.PlanSpec(chunks=4)) for graph in (False, True))
     assert captured < eager
+
+
+def test_what_is_wrong_with_a_tensor_without_sizes_is_told() -> None:
+    def identity() -> tuple[int, str]:
+        raise TypeError("x is a nested tensor")
+
+    nested = torch.nested.nested_tensor([torch.ones(2, 3)])
+    with pytest.raises(TypeError, match="x is a nested tensor"):
+        chooser_of(2, Agreed()).choose(Asked("all_gather", nested, [], [], identity))

@@ -227,7 +227,11 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch) -> None:
         ("all_gather_gemm", 16),
         ("gemm_reduce_scatter", 16),  # of 8 ranks, on 2
     ]
-    options = ["--op", "all_gather", "--shape", "24,1,8", "--rounds", "1", "--dry-run"]
+    monkeypatch.setenv("STREAMOVERLAP_CACHE", str(tmp_path / "other"))  # which ranks see that start later
+    options = ["--op", "all_gather", "--shape", "24,1,8", "--rounds", "1"]
+    assert main(["tune", "--world", "1", *options, "--json"]) == 0
+    assert Path(json.loads(capsys.readouterr().out)["file"]).parent == tmp_path / "other"
+    options.append("--dry-run")
     assert main(["tune", "--world", "1", *options]) == 0
     assert "nothing was kept" in capsys.readouterr().out
 
