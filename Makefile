@@ -27,7 +27,7 @@ BUILT := build/.built-$(subst /,-,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-async bench-layers clean distclean
+.PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-all bench-async bench-layers clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
@@ -70,8 +70,11 @@ train: $(BUILT) ## the example: trains a small GPT on RANKS ranks (default 2)
 check: $(BUILT) ## checks every plan of every builder for 1 to 16 ranks
 	$(PY) -m streamoverlap check --world 1-16 $(ARGS)
 
-bench: $(BUILT) ## GEMM alone, serial and overlapped times on GPUS GPUs (default 2)
-	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/overlap.py $(ARGS)
+bench: $(BUILT) ## each shape on GPUS GPUs (default 2): table, picture, JSON in benchmarks/results; no GPU: a smoke test
+	PYTHONPATH=$(CURDIR) $(PY) benchmarks/overlap.py --ranks $(GPUS) $(ARGS)
+
+bench-all: $(BUILT) ## GPU tests, all benchmarks, ring and direct, simulated and measured; ships what was tuned; GPUS=4
+	PY=$(PY) benchmarks/everything.sh $(GPUS) $(ARGS)
 
 bench-async: $(BUILT) ## how well asynchronous collectives hide behind an independent GEMM, on GPUS GPUs (default 2)
 	PYTHONPATH=$(CURDIR) $(PY) -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/async_overlap.py $(ARGS)

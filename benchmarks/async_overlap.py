@@ -11,13 +11,12 @@ hardest.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from overlap import measure
+from measure import has_a_gpu_a_rank, join, measure
 
 import streamoverlap as so
 
@@ -58,15 +57,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:
-        print(
-            "async_overlap.py runs under torchrun: torchrun --nproc-per-node 2 benchmarks/async_overlap.py",
-            file=sys.stderr,
-        )
+    if not has_a_gpu_a_rank("async_overlap.py"):
         return 2
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = join()
     world, is_first = dist.get_world_size(), dist.get_rank() == 0
 
     def show(text: str) -> None:

@@ -4,7 +4,7 @@
 
 Blocks of Llama-70B's shape, tokens sharded between layers: `mlp` (gate and up in one weight, SwiGLU, down) and
 `attention` (the projections before and after it). `serial` are this package's layers on the group's own collectives
-(NCCL), `async-TP` is PyTorch's: DTensor styles compiled with `_micro_pipeline_tp`. Times are those of overlap.py:
+(NCCL), `async-TP` is PyTorch's: DTensor styles compiled with `_micro_pipeline_tp`. Times are taken as in overlap.py:
 medians over rounds of the slowest rank's mean. Memory is what a pass allocates at its peak, and what the exchange
 keeps: slots, workspaces. Outputs and gradients of all variants are compared before they are timed.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from overlap import ROTATION, SERIAL, measure
+from columns import SERIAL
+from measure import has_a_gpu_a_rank, join, measure
+from problem import ROTATION, TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -36,7 +37,6 @@ from torch.nn.functional import silu
 import streamoverlap as so
 
 HIDDEN, FFN, QKV = 8192, 28672, 10240
-TOLERANCE = 0.02  # of the largest value: bfloat16, summed in other orders
 
 
 class Block(nn.Module):
@@ -180,12 +180,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     args = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:
-        print("layers.py runs under torchrun: torchrun --nproc-per-node 2 benchmarks/layers.py", file=sys.stderr)
+    if not has_a_gpu_a_rank("layers.py"):
         return 2
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    join()
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     is_first = dist.get_rank() == 0
     if is_first:

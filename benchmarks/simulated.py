@@ -1,7 +1,7 @@
 """What the simulator predicts beside what was measured: time over that of the GEMM alone, shape by shape.
 
     python benchmarks/simulated.py benchmarks/results/prototype_h200.json
-    python benchmarks/simulated.py benchmarks/results/overlap.json         of `make bench ARGS='--out ...'`
+    python benchmarks/simulated.py benchmarks/results/bench_2xH200.json    of `make bench`: its plans, in a graph
 
 No GPU is needed. Both are ratios, so that the clock of the day counts for little.
 """
@@ -12,10 +12,10 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from overlap import PLANS
 
 import streamoverlap as so
 from streamoverlap import simulate
@@ -23,23 +23,24 @@ from streamoverlap import simulate
 
 def measured(result: dict) -> Iterator[tuple[so.PlanSpec, float]]:
     """Plans of one shape and their time over that of the GEMM."""
-    if "plan" in result:
+    if "plan" in result:  # of the prototype
         yield so.PlanSpec(**result["plan"]), result["overlapped_over_gemm"]
         return
-    times = result["microseconds"]
-    for name, plan in PLANS.items():
-        if name in times:
-            yield plan, times[name] / times["gemm"]
+    times = result["microseconds"]["graph"]
+    serial = {"serial": asdict(so.PlanSpec("serial"))} if "serial" in times else {}
+    for name, plan in (serial | result["plans"] | result["graph_plans"]).items():
+        yield so.PlanSpec(**plan), times[name] / times["mm"]
 
 
 def predicted(result: dict, plan: so.PlanSpec, world: int, costs: simulate.Costs, options: dict) -> float:
     operation, sizes = result["op"], (result["M"], result["N"], result["K"])
-    as_tp = result.get("as_tp")
-    spec = simulate.spec_of(plan, operation, world)
-    timeline = simulate.simulate(spec, *sizes, costs=costs, as_tp=as_tp, **options)
-    return simulate.predicted_seconds(timeline) / simulate.gemm_seconds(
-        operation, world, *sizes, costs=costs, as_tp=as_tp
-    )
+    of = {"costs": costs, "as_tp": result.get("as_tp")}
+    if plan.algorithm == "serial":
+        seconds = simulate.serial_seconds(operation, world, *sizes, **of, **options)
+    else:
+        timeline = simulate.simulate(simulate.spec_of(plan, operation, world), *sizes, **of, **options)
+        seconds = simulate.predicted_seconds(timeline)
+    return seconds / simulate.gemm_seconds(operation, world, *sizes, **of)
 
 
 def main() -> None:
@@ -51,14 +52,17 @@ def main() -> None:
     document = json.loads(args.path.read_text())
     costs, world = simulate.Costs.load(args.device), document["world"]
     dtype = getattr(torch, document.get("dtype", "bfloat16"))
-    options = {"graph": document.get("graph", False), "dtype_bytes": dtype.itemsize}
+    if any("graph" not in result.get("microseconds", ("graph",)) for result in document["results"]):
+        parser.error(f"{args.path} was measured on a CPU; expected results of GPUs, whose costs there are")
+    options = {"graph": True, "dtype_bytes": dtype.itemsize}
     print(f"{document['device']}, {world} ranks; costs of {costs.device or args.device}")
     print("| shape | plan | measured | predicted | predicted/measured |")
     print("|---|---|---|---|---|")
     ratios = {}
     for result in document["results"]:
-        plans = list(measured(result))
-        for plan, time in [min(plans, key=lambda each: each[1])] if args.best else plans:
+        plans = dict(measured(result))
+        best = [min(plans.items(), key=lambda each: each[1])]
+        for plan, time in best if args.best else plans.items():
             guess = predicted(result, plan, world, costs, options)
             ratios[result["label"], plan.to_text()] = guess / time
             print(f"| {result['label']} | {plan.to_text()} | {time:.2f} | {guess:.2f} | {guess / time:.2f} |")

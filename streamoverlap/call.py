@@ -25,12 +25,13 @@ class Mode(NamedTuple):
     issue: bool = True
 
 
+PLAIN = Mode()
 _thread = threading.local()
-_PLAIN = _C.CallOptions(*Mode(), async_op=False, timeout=0.0)
+_PLAIN = _C.CallOptions(*PLAIN, async_op=False, timeout=0.0)
 
 
 def current_mode() -> Mode:
-    return getattr(_thread, "mode", Mode())
+    return getattr(_thread, "mode", PLAIN)
 
 
 @contextmanager

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from streamoverlap import _C, simulate
+from streamoverlap.call import current_mode
 from streamoverlap.intercept import Asked
+from streamoverlap.scaling import name_of
 from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, TAPERS, TRANSFERS, Choice, PlanSpec
 
 _COSTS = "h200"  # there are no others yet
-# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32.
+# Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32; nobody has
+# measured float8 here.
 _RATES = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 0.07, torch.float64: 0.07}
+_RATES |= {torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 2.0}
 _STEPS = 4  # of rows an octave: token counts that change from call to call are not each simulated
 _MOST_KNOWN = 4096  # shapes
 _TUNE = 0xFFFFFFFF  # what ranks agree on where all of them are to measure
@@ -35,6 +39,9 @@ class Shape(NamedTuple):
     k: int
     dtype: torch.dtype
     compute_streams: int = _C.MAX_COMPUTE_STREAMS  # that there are for it
+    graph: bool = False  # captured in a CUDA graph, so that issuing it costs nothing
+    out_dtype: torch.dtype | None = None  # None: that of x
+    scaling: str = ""  # of float8
 
     def sizes(self) -> tuple[int, int, int]:
         return self.m, self.n, self.k
@@ -48,10 +55,18 @@ class Shape(NamedTuple):
     def shared(self) -> tuple:
         """What all ranks know: their weights may differ in the size that is their own."""
         width = self.k if self.operation in GATHERS else self.n
-        return self.operation, self.m, width, str(self.dtype), self.compute_streams
+        return self.operation, self.m, width, str(self.dtype), self.compute_streams, self.scaling
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of an element: x travels, or partial products do."""
+        travels = self.dtype if self.operation in GATHERS else self.out_dtype or self.dtype
+        return travels.itemsize
 
 
-def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -> Shape:
+def shape_of(
+    operation: str, world: int, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None
+) -> Shape:
     """Of valid arguments."""
     gathers = operation in GATHERS
     if weights:
@@ -60,7 +75,8 @@ def shape_of(operation: str, world: int, x: Tensor, weights: Sequence[Tensor]) -
     else:
         rows, row = x.shape[0], prod(x.shape[1:])
         m, n, k = (rows * world, 1, row) if gathers else (rows, row, 1)
-    return Shape(operation, world, m, n, k, x.dtype)
+    shape = Shape(operation, world, m, n, k, x.dtype)
+    return shape if scaling is None else shape._replace(out_dtype=scaling.out_dtype, scaling=name_of(scaling))
 
 
 def costs_of(dtype: torch.dtype) -> simulate.Costs:
@@ -70,10 +86,11 @@ def costs_of(dtype: torch.dtype) -> simulate.Costs:
 
 def predicted(shape: Shape, plan: PlanSpec) -> float:
     """Seconds of one call on idle ranks, H200s."""
-    options = {"costs": costs_of(shape.dtype), "dtype_bytes": shape.dtype.itemsize}
+    costs = costs_of(shape.dtype)
+    options = {"costs": costs, "dtype_bytes": shape.exchanged_bytes, "graph": shape.graph}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
-    spec = simulate.spec_of(plan, shape.operation, shape.world)
+    spec = simulate.spec_of(plan, shape.operation, shape.world, bool(shape.scaling))
     return simulate.predicted_seconds(simulate.simulate(spec, *shape.sizes(), **options))
 
 
@@ -100,7 +117,9 @@ def fastest(shape: Shape) -> Choice:
     seconds, plan = ranking[0]
     m, n, k = shape.sizes()
     sizes = f"M={m} N={n} K={k}" if "gemm" in shape.operation else f"{m} rows of {max(n, k)}"
-    return Choice(plan, f"simulated: the fastest of {len(ranking)} plans for {sizes}, with costs of {_COSTS}", seconds)
+    where = " in a graph" if shape.graph else ""
+    reason = f"simulated: the fastest of {len(ranking)} plans for {sizes}{where}, with costs of {_COSTS}"
+    return Choice(plan, reason, seconds)
 
 
 def measured(seconds: float, serial_seconds: float | None, plan: PlanSpec) -> Choice:
@@ -162,7 +181,11 @@ class Chooser:
 
     def choose(self, asked: Asked, timeout: float = 0.0) -> Choice:
         """For one call, the same on all ranks; `timeout` in seconds, 0: the group's."""
-        key = _key(asked)
+        try:
+            key = _key(asked)
+        except RuntimeError:  # of a tensor without sizes, such as a nested one
+            asked.identity()
+            raise
         known = self._known.get(key)
         if known is not None:
             self._ask(known.agreement, timeout, knows=True)
@@ -194,28 +217,33 @@ class Chooser:
             return known.choice
         if not has_data(asked):
             return DEFAULT
-        shape = self.bucket(asked)
-        choice = self._found.get(shape) or self._look_up(shape, asked.weights)
+        shape = self.bucket(asked, is_for_graph(asked))
+        choice = self._measured(shape, asked.weights)
+        if choice is None and shape.graph:
+            choice = self._measured(shape._replace(graph=False), asked.weights)
         if choice is None:
             choice = fastest(shape) if self._simulates else DEFAULT
         return choice
 
-    def bucket(self, asked: Asked) -> Shape:
-        shape = shape_of(asked.operation, self._world, asked.x, asked.weights)
-        return shape._replace(compute_streams=asked.compute_streams).bucket()
+    def bucket(self, asked: Asked, graph: bool) -> Shape:
+        shape = shape_of(asked.operation, self._world, asked.x, asked.weights, asked.scaling)
+        return shape._replace(compute_streams=asked.compute_streams, graph=graph).bucket()
 
-    def found(self, asked: Asked, choice: Choice) -> None:
-        """From here on `choice` holds for calls like this. On all ranks alike."""
-        self._found[self.bucket(asked)] = choice
+    def found(self, shape: Shape, choice: Choice) -> None:
+        """From here on `choice` holds for calls of that bucket. On all ranks alike."""
+        self._found[shape] = choice
         self._known.clear()
 
     @property
     def has_found(self) -> bool:
         return bool(self._found)
 
+    def _measured(self, shape: Shape, weights: Sequence[Tensor]) -> Choice | None:
+        return self._found.get(shape) or self._look_up(shape, weights)
+
     def _settle(self, asked: Asked, timeout: float) -> tuple[Choice, bool, Agreement]:
         choice = self.own(asked)
-        shape = self.bucket(asked)
+        shape = self.bucket(asked, is_for_graph(asked))
         capturing = asked.x.is_cuda and torch.cuda.is_current_stream_capturing()
         tunes = self._tunes() and choice.measured is None and not capturing and has_data(asked)
         agreement = Agreement(
@@ -234,7 +262,13 @@ class Chooser:
 
 def _key(asked: Asked) -> tuple:
     layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
-    return (asked.operation, asked.x.dtype, asked.x.shape, asked.compute_streams, *layouts)
+    x, scaling = asked.x, name_of(asked.scaling)
+    return (asked.operation, x.dtype, x.shape, asked.compute_streams, is_for_graph(asked), scaling, *layouts)
+
+
+def is_for_graph(asked: Asked) -> bool:
+    """Whether the call is captured, or prepared for that."""
+    return asked.x.is_cuda and (current_mode().prepare or torch.cuda.is_current_stream_capturing())
 
 
 def has_data(asked: Asked) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import _C, serial, symmetric
-from streamoverlap.call import Call, Mode, in_mode
+from streamoverlap.call import PLAIN, Call, Mode, in_mode
 from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
 from streamoverlap.intercept import Asked, Intercepted, is_intercepting
@@ -182,22 +182,26 @@ class Communicator:
         biases: Sequence[Tensor | None],
         return_gathered: bool,
         plan: PlanSpec | None,
+        *,
+        scaling: _C.Scaling | None = None,
         **options: Any,
     ) -> tuple[list[Tensor], Tensor | None] | Work:
         """As `streamoverlap.all_gather_gemm`, on lists; so are the methods below, and so their keyword arguments."""
-        identity = partial(_C.validate_all_gather_gemm, x, weights, biases, self.world)
+        identity = partial(_C.validate_all_gather_gemm, x, weights, biases, self.world, scaling)
         every_bias = biases or [None] * len(weights)
-        call = self._call(Asked("all_gather_gemm", x, weights, every_bias, identity, return_gathered), plan, **options)
+        asked = Asked("all_gather_gemm", x, weights, every_bias, identity, return_gathered, scaling=scaling)
+        call = self._call(asked, plan, **options)
         if call.overlapped:
-            *result, work = call.impl.all_gather_gemm(x, weights, biases, return_gathered, call.spec, call.options)
+            given = (x, weights, biases, return_gathered)
+            *result, work = call.impl.all_gather_gemm(*given, call.spec, call.options, scaling)
             return call.finish(tuple(result), work)
         on = self._enter_serial(identity(), call)
 
         def start() -> serial.Started:
-            wait, finish = serial.all_gather_gemm(x, weights, every_bias, on)
+            wait, finish = serial.all_gather_gemm(x, weights, every_bias, on, scaling)
             return serial.Started(wait, finish if return_gathered else lambda: (finish()[0], None))
 
-        return call.serial(start, self._fail_with, [x, *weights, *every_bias])
+        return call.serial(start, self._fail_with, [x, *weights, *every_bias, *_tensors_of(scaling)])
 
     @_own_call
     def gemm_reduce_scatter(
@@ -221,15 +225,22 @@ class Communicator:
         return self._exchange("all_reduce", x, plan, **options)
 
     def _sum_of_products(
-        self, operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanSpec | None, **options: Any
+        self,
+        operation: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: PlanSpec | None,
+        scaling: _C.Scaling | None = None,
+        **options: Any,
     ) -> Tensor | Work:
-        identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world)
-        call = self._call(Asked(operation, x, (weight,), (bias,), identity), plan, **options)
+        identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world, scaling)
+        call = self._call(Asked(operation, x, (weight,), (bias,), identity, scaling=scaling), plan, **options)
         if call.overlapped:
-            return call.finish(*getattr(call.impl, operation)(x, weight, bias, call.spec, call.options))
+            return call.finish(*getattr(call.impl, operation)(x, weight, bias, call.spec, call.options, scaling))
         on = self._enter_serial(identity(), call)
-        start = partial(getattr(serial, operation), x, weight, bias, on)
-        return call.serial(start, self._fail_with, [x, weight, bias])
+        start = partial(getattr(serial, operation), x, weight, bias, on, scaling)
+        return call.serial(start, self._fail_with, [x, weight, bias, *_tensors_of(scaling)])
 
     @_own_call
     def _exchange(
@@ -444,12 +455,15 @@ class Communicator:
     def _spec_of(self, asked: Asked, plan: PlanSpec) -> _C.Spec | None:
         if plan.algorithm == "serial":
             return None
-        return _spec(asked.operation, plan, self.world, asked.keep_gathered, asked.copy_input)
+        scaled = asked.scaling is not None
+        return _spec(asked.operation, plan, self.world, asked.keep_gathered, asked.copy_input, scaled)
 
-    def _again(self, asked: Asked, plan: PlanSpec) -> object:
+    def _again(self, asked: Asked, plan: PlanSpec, mode: Mode = PLAIN) -> object:
         """Makes a call that was asked for, with that plan."""
         options: dict[str, Any] = {"plan": plan, "streams": asked.streams}
-        with in_mode(Mode()):
+        with in_mode(mode):
+            if asked.weights:
+                options["scaling"] = asked.scaling
             if asked.operation == "all_gather_gemm":
                 gathers = asked.keep_gathered
                 return self.all_gather_gemm(asked.x, asked.weights, asked.biases, gathers, **options)
@@ -536,12 +550,24 @@ def _allocate(
     return symmetric.allocate(size, store, ranks.rank(), ranks.size(), comm.device, timeout, comm._check)
 
 
+def _tensors_of(scaling: _C.Scaling | None) -> list[Tensor]:
+    return [] if scaling is None else [scaling.x, *scaling.weights]
+
+
 @lru_cache(maxsize=1024)
-def _spec(operation: str, plan: PlanSpec, world: int, keep_gathered: bool = False, copy_input: bool = False) -> _C.Spec:
+def _spec(
+    operation: str,
+    plan: PlanSpec,
+    world: int,
+    keep_gathered: bool = False,
+    copy_input: bool = False,
+    scaled: bool = False,
+) -> _C.Spec:
     # Where they are ignored, so that there is no mismatch either.
     reduce, transfer = (plan.reduce, plan.transfer) if operation in SUMS_OF_PRODUCTS else ("accumulate", "copy")
     numbers = (world, plan.chunks, plan.compute_streams)
-    return _C.Spec(operation, plan.algorithm, reduce, *numbers, keep_gathered, copy_input, transfer, plan.taper)
+    flags = (keep_gathered, copy_input, scaled)
+    return _C.Spec(operation, plan.algorithm, reduce, *numbers, *flags, transfer, plan.taper)
 
 
 @atexit.register

@@ -30,6 +30,7 @@ class Asked(NamedTuple):
     keep_gathered: bool = False
     copy_input: bool = False
     streams: StreamSet | None = None
+    scaling: _C.Scaling | None = None
 
     @property
     def compute_streams(self) -> int:

@@ -20,6 +20,7 @@ from streamoverlap.call import Mode, in_mode, validate_options
 from streamoverlap.communicator import Communicator, one_call
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
+from streamoverlap.scaling import scaling_of
 from streamoverlap.spec import PlanSpec
 from streamoverlap.streams import StreamSet
 from streamoverlap.traced import traceable
@@ -42,6 +43,10 @@ def all_gather_gemm(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     return_gathered: bool = False,
     plan: PlanSpec | None = None,
     async_op: bool = False,
@@ -54,13 +59,19 @@ def all_gather_gemm(
     products (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 
     Args:
-        x: this rank's shard, ``[rows, K]`` or ``[s, b, K]``; float32, float64, bfloat16 or float16. The same shape on
-            every rank. Copied first if it is not contiguous.
+        x: this rank's shard, ``[rows, K]`` or ``[s, b, K]``; float32, float64, bfloat16 or float16, or with scales
+            float8_e4m3fn or float8_e5m2. The same shape on every rank. Copied first if it is not contiguous.
         weight: ``[N, K]`` as in `torch.nn.functional.linear`, row- or column-major (neither is copied), or a list
             of such weights that share one exchange.
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, or a list with one for each weight (None for those without).
-        return_gathered: also return the gathered input.
+        scale_x, scale_weight: of float8, as `torch._scaled_mm` has them: ``(x * scale_x) @ (weight * scale_weight).T``.
+            float32; both of one element (tensor-wise; each rank may have its own), or row-wise ``[rows, 1]`` (or
+            ``[s, b, 1]``) and ``[1, N]`` (or ``[N, 1]``). A list for a list of weights. weight is float8_e4m3fn then,
+            row-major, with N and K multiples of 16. x's rows and their scales travel together. No gradient is recorded.
+        out_dtype: of the result and of bias, with scales: bfloat16 (None), float16 or float32. Equal on all ranks.
+        use_fast_accum: with scales, on CUDA: accumulate with fewer bits, as in `torch._scaled_mm`.
+        return_gathered: also return the gathered input. Not with scales.
         plan: how to do it, equal on all ranks. None: on CUDA what the simulator predicts to be fastest, as told by
             `streamoverlap.explain`; on the CPU one chunk, straight to its user.
         async_op: return a `streamoverlap.Work` that gives the result, and go on at once; x, weight and bias must not be
@@ -86,19 +97,21 @@ def all_gather_gemm(
     several = not isinstance(weight, Tensor)
     weights = _tensors("weight", weight) if several else [weight]
     biases = _bias_list(bias, several)
+    scaling = scaling_of(scale_x, scale_weight, out_dtype, use_fast_accum, several)
+    if scaling is not None and return_gathered:
+        raise ValueError("return_gathered is True with scales; expected False: the gathered scales are not returned")
 
     def as_asked(both: tuple[list[Tensor], Tensor | None]):
         outputs, gathered = both
         result = outputs if several else outputs[0]
         return (result, gathered) if return_gathered else result
 
-    if needs_gradient(x, *weights, *biases) and not async_op:
+    if scaling is None and needs_gradient(x, *weights, *biases) and not async_op:
         options = _options(group, plan, timeout, streams)
         return as_asked(autograd.all_gather_gemm(options, x, weights, biases, return_gathered))
-    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
-    found = comm.all_gather_gemm(
-        x, weights, biases, return_gathered, plan, async_op=async_op, timeout=timeout, streams=streams
-    )
+    comm = Communicator.of(group, device, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world, scaling))
+    options = {"async_op": async_op, "timeout": timeout, "streams": streams}
+    found = comm.all_gather_gemm(x, weights, biases, return_gathered, plan, scaling=scaling, **options)
     return found.with_result(as_asked) if isinstance(found, Work) else as_asked(found)
 
 
@@ -110,6 +123,10 @@ def gemm_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     plan: PlanSpec | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
@@ -121,10 +138,12 @@ def gemm_reduce_scatter(
 
     Args:
         x: ``[M, K]`` or ``[s, b, K]``, this rank's slice along K; dim 0 must be a multiple of the group's size.
-            float32, float64, bfloat16 or float16. Copied first if it is not contiguous.
+            float32, float64, bfloat16 or float16, or with scales float8. Copied first if it is not contiguous.
         weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
+        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
+            partial products travel, and are summed, in out_dtype.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -133,7 +152,8 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    return _sum_of_products("gemm_reduce_scatter", x, weight, group, bias, plan, async_op, timeout, streams)
+    scaling = scaling_of(scale_x, scale_weight, out_dtype, use_fast_accum)
+    return _sum_of_products("gemm_reduce_scatter", x, weight, group, bias, scaling, plan, async_op, timeout, streams)
 
 
 @traceable(traced.sum_of_products("gemm_all_reduce"))
@@ -144,6 +164,10 @@ def gemm_all_reduce(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     plan: PlanSpec | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
@@ -156,10 +180,12 @@ def gemm_all_reduce(
 
     Args:
         x: ``[M, K]`` or ``[s, b, K]``, this rank's slice along K; M and s need not be multiples of the group's size.
-            float32, float64, bfloat16 or float16. Copied first if it is not contiguous.
+            float32, float64, bfloat16 or float16, or with scales float8. Copied first if it is not contiguous.
         weight: ``[N, K]``, this rank's slice along K, row- or column-major (neither is copied).
         group: any process group that has this rank; None is the default group.
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
+        scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
+            partial products travel, and are summed, in out_dtype.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -169,7 +195,8 @@ def gemm_all_reduce(
     Raises:
         As `all_gather_gemm`.
     """
-    return _sum_of_products("gemm_all_reduce", x, weight, group, bias, plan, async_op, timeout, streams)
+    scaling = scaling_of(scale_x, scale_weight, out_dtype, use_fast_accum)
+    return _sum_of_products("gemm_all_reduce", x, weight, group, bias, scaling, plan, async_op, timeout, streams)
 
 
 @traceable(traced.plain("all_gather"))
@@ -317,6 +344,7 @@ def _sum_of_products(
     weight: Tensor,
     group: dist.ProcessGroup | None,
     bias: Tensor | None,
+    scaling: _C.Scaling | None,
     plan: PlanSpec | None,
     async_op: bool,
     timeout: float | timedelta | None,
@@ -328,10 +356,12 @@ def _sum_of_products(
         _expect_tensor("bias", bias)
     device = _device(x)
     validate_options(device, plan, async_op, timeout, streams)
-    if needs_gradient(x, weight, bias) and not async_op:
+    if scaling is None and needs_gradient(x, weight, bias) and not async_op:
         return getattr(autograd, operation)(_options(group, plan, timeout, streams), x, weight, bias)
-    comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, weight, bias, world))
-    return getattr(comm, operation)(x, weight, bias, plan, async_op=async_op, timeout=timeout, streams=streams)
+    validate = getattr(_C, f"validate_{operation}")
+    comm = Communicator.of(group, device, lambda world: validate(x, weight, bias, world, scaling))
+    options = {"async_op": async_op, "timeout": timeout, "streams": streams}
+    return getattr(comm, operation)(x, weight, bias, plan, scaling=scaling, **options)
 
 
 def _exchange(

@@ -75,10 +75,11 @@ class PlanSource:
         choice = self._without_asking(plan) or self._chooser.own(asked)
         spec, seconds = comm._spec_of(asked, choice.plan), None
         if comm.device_type == "cuda" and has_data(asked):
-            seconds = predicted(shape_of(asked.operation, comm.world, asked.x, asked.weights), choice.plan)
+            shape = shape_of(asked.operation, comm.world, asked.x, asked.weights, asked.scaling)
+            seconds = predicted(shape, choice.plan)
         traced = None
         if spec is not None:
-            traced = self._traced.get(title_of(spec, asked.x, asked.weights))
+            traced = self._traced.get(title_of(spec, asked.x, asked.weights, asked.scaling))
         return Explanation(asked.operation, choice.plan, choice.reason, seconds, traced or choice.measured)
 
     def note_traced(self, timelines: Iterable[Timeline]) -> None:
@@ -86,14 +87,15 @@ class PlanSource:
         for timeline in timelines:
             self._traced[timeline.title] = max(timeline.seconds(rank) for rank in range(len(timeline.plans)))
 
-    def tune(self, asked: Asked, rounds: int) -> tuner.Tuned:
+    def tune(self, asked: Asked, rounds: int, graph: bool = False) -> tuner.Tuned:
         """Measures a call, from here on calls like it run what is found. Collective."""
         comm = self._communicator
-        tuned, found = tuner.measure(comm, asked, self._chooser.bucket(asked), rounds)
+        shape = self._chooser.bucket(asked, graph)
+        tuned, found = tuner.measure(comm, asked, shape, rounds)
         self._table.update(found)
         self._unsaved.update(found)
         (entry,) = found.plans.values()
-        self._chooser.found(asked, measured(entry.seconds, entry.serial_seconds, entry.plan))
+        self._chooser.found(shape, measured(entry.seconds, entry.serial_seconds, entry.plan))
         return tuned
 
     def save(self) -> None:
@@ -130,7 +132,8 @@ class PlanSource:
         return measured(entry.seconds, entry.serial_seconds, entry.plan)
 
 
-def title_of(spec: _C.Spec, x: Tensor, weights: Sequence[Tensor]) -> str:
+def title_of(spec: _C.Spec, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None) -> str:
     """Of the traces of such calls, to tell them apart."""
     sizes = "".join(f", weight of {list(weight.shape)}" for weight in weights)
-    return f"{spec} on x of {list(x.shape)}, {x.dtype}{sizes}"
+    scales = "" if scaling is None else f", {scaling}"
+    return f"{spec} on x of {list(x.shape)}, {x.dtype}{scales}{sizes}"

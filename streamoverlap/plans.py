@@ -46,7 +46,7 @@ _TRANSFERS = ("copy", "store")
 _TAPERS = ("none", "first", "last", "both")
 KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
-_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales")
 _FLAGS = ("full", "empty")
 
 
@@ -60,6 +60,7 @@ def build(
     reduce: str = "accumulate",
     keep_gathered: bool = False,
     copy_input: bool = False,
+    scaled: bool = False,
     transfer: str = "copy",
     taper: str = "none",
     pruned: bool = True,
@@ -74,13 +75,14 @@ def build(
         keep_gathered: all_gather_gemm also hands out the gathered input.
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
+        scaled: of products: rows of the input have scales (float8), which go where the rows go.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
-    numbers = (world, chunks, compute_streams)
-    spec = Spec(operation, algorithm, reduce, *numbers, keep_gathered, copy_input, transfer, taper)
+    numbers, flags = (world, chunks, compute_streams), (keep_gathered, copy_input, scaled)
+    spec = Spec(operation, algorithm, reduce, *numbers, *flags, transfer, taper)
     return build_spec(spec, pruned=pruned)
 
 
@@ -106,6 +108,11 @@ def variants(
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
             if sums_products and (algorithm, reduction) != ("ring", "sum"):
                 yield Spec(operation, algorithm, reduction, world, parts, count, transfer="store")
+            # Scales of what is summed never travel: their plans differ from the others in what a GEMM reads alone.
+            if multiplies and not keep and (not sums_products or (count, reduction) == (streams[0], "accumulate")):
+                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, scaled=True)
+                if sums_products:
+                    yield Spec(operation, algorithm, reduction, world, parts, count, scaled=True, transfer="store")
 
 
 def spec_options(spec: Spec) -> dict:
@@ -119,6 +126,7 @@ def spec_options(spec: Spec) -> dict:
         "compute_streams": spec.compute_streams,
         "keep_gathered": spec.keep_gathered,
         "copy_input": spec.copy_input,
+        "scaled": spec.scaled,
         "transfer": spec.transfer,
         "taper": spec.taper,
     }
@@ -135,6 +143,7 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.compute_streams,
         spec.keep_gathered,
         spec.copy_input,
+        spec.scaled,
         _TRANSFERS.index(spec.transfer),
         _TAPERS.index(spec.taper),
     )

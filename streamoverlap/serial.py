@@ -153,7 +153,15 @@ def all_reduce(x: Tensor, on: Collectives) -> Started:
     return on.start(_all_reduce_into, torch.empty_like(x, memory_format=torch.contiguous_format), x)
 
 
-def all_gather_gemm(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], on: Collectives) -> Started:
+def all_gather_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    on: Collectives,
+    scaling: _C.Scaling | None = None,
+) -> Started:
+    if scaling is not None:
+        return _scaled_all_gather_gemm(_plain(x), weights, biases, on, scaling)
     wait, gather = all_gather(x, on)
 
     def finish() -> tuple[list[Tensor], Tensor]:
@@ -163,13 +171,80 @@ def all_gather_gemm(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tenso
     return Started(wait, finish)
 
 
-def gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives) -> Started:
-    wait, scatter = reduce_scatter(_linear(_plain(x), weight, None), on)
+def _scaled_all_gather_gemm(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], on: Collectives, scaling: _C.Scaling
+) -> Started:
+    """One collective, of bytes: rows, and their scales behind them. Each rank has scales of its own, so what came from
+    each is a product of its own."""
+    k = x.shape[-1]
+    rows, scales = x.numel() // k, scaling.x.numel()
+    begin, end = rows * k, rows * k + 4 * scales
+    size = -(-end // 16) * 16  # where products may begin
+    packed = torch.zeros(size, dtype=torch.uint8, device=x.device)
+    packed[:begin] = x.contiguous().view(torch.uint8).flatten()
+    packed[begin:end] = _plain(scaling.x).contiguous().flatten().view(torch.uint8)
+    wait, gather = on.start(_all_gather_single, packed.new_empty(size * on.group.size()), packed)
+
+    def finish() -> tuple[list[Tensor], None]:
+        parts = gather().view(on.group.size(), size)
+        results = []
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            lead = (x.shape[0] * len(parts), *x.shape[1:-1])
+            result = torch.empty(*lead, weight.shape[0], dtype=scaling.out_dtype, device=x.device)
+            for part, of_part in zip(parts, result.view(len(parts), rows, weight.shape[0]), strict=True):
+                of_x = part[:begin].view(x.dtype).view(rows, k), part[begin:end].view(torch.float32)
+                of_part.copy_(_scaled_linear(*of_x, weight, bias, scaling, i))
+            results.append(result)
+        return results, None
+
+    return Started(wait, finish)
+
+
+def _scaled_linear(
+    x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, scaling: _C.Scaling, number: int = 0
+) -> Tensor:
+    """Of a matrix, with the scales of weight `number`."""
+    weight, of_weight = _plain(weight), _plain(scaling.weights[number])
+    bias = None if bias is None else _plain(bias)
+    of_x = scale.reshape(-1, 1)
+    if not x.numel() or not weight.numel():
+        return torch.empty(len(x), len(weight), dtype=scaling.out_dtype, device=x.device)
+    if x.device.type == "cpu":
+        product = (x.float() @ weight.float().t()).mul_(of_x).mul_(of_weight.reshape(1, -1))
+        return (product if bias is None else product.add_(bias)).to(scaling.out_dtype)
+    in_product = bias is not None and bias.dtype != torch.float32  # which torch does not add there
+    product = torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=of_x.contiguous() if scaling.row_wise else of_x.reshape(()),
+        scale_b=of_weight.reshape(1, -1).contiguous() if scaling.row_wise else of_weight.reshape(()),
+        bias=bias if in_product else None,
+        out_dtype=scaling.out_dtype,
+        use_fast_accum=scaling.use_fast_accum,
+    )
+    return product if bias is None or in_product else product.add_(bias)
+
+
+def _partial(x: Tensor, weight: Tensor, scaling: _C.Scaling | None) -> Tensor:
+    """This rank's term of a sum of products."""
+    x = _plain(x)
+    if scaling is None:
+        return _linear(x, weight, None)
+    matrix = x.contiguous().view(-1, x.shape[-1])
+    return _scaled_linear(matrix, _plain(scaling.x), weight, None, scaling).view(*x.shape[:-1], len(weight))
+
+
+def gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives, scaling: _C.Scaling | None = None
+) -> Started:
+    wait, scatter = reduce_scatter(_partial(x, weight, scaling), on)
     return Started(wait, scatter if bias is None else lambda: scatter().add_(_plain(bias)))
 
 
-def gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives) -> Started:
-    wait, reduce = all_reduce(_linear(_plain(x), weight, None), on)
+def gemm_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, on: Collectives, scaling: _C.Scaling | None = None
+) -> Started:
+    wait, reduce = all_reduce(_partial(x, weight, scaling), on)
     return Started(wait, reduce if bias is None else lambda: reduce().add_(_plain(bias)))
 
 

@@ -234,7 +234,7 @@ def simulate(
         spec: whose plans, pruned, are run; or the plans of all ranks themselves.
         m, n, k, as_tp: sizes before sharding; see `local_problem`.
         costs: of the machine; gemm_flops must be that of the dtype.
-        dtype_bytes: of an element.
+        dtype_bytes: of an element that is exchanged.
         graph: replayed from a CUDA graph, so that no op waits until the CPU has issued it.
 
     Raises:
@@ -292,11 +292,12 @@ def serial_seconds(
     return exchange + issue + gemm_seconds(operation, world, m, n, k, costs=costs, as_tp=as_tp)
 
 
-def spec_of(plan: PlanSpec, operation: str, world: int) -> plans.Spec:
+def spec_of(plan: PlanSpec, operation: str, world: int, scaled: bool = False) -> plans.Spec:
     """The plan of an overlapped PlanSpec."""
     shape = (world, plan.chunks, plan.compute_streams)
     transfer = plan.transfer if operation in SUMS_OF_PRODUCTS else "copy"
-    return plans.Spec(operation, plan.algorithm, plan.reduce, *shape, transfer=transfer, taper=plan.taper)
+    options = {"scaled": scaled, "transfer": transfer, "taper": plan.taper}
+    return plans.Spec(operation, plan.algorithm, plan.reduce, *shape, **options)
 
 
 def candidates(operation: str) -> list[PlanSpec]:

@@ -41,8 +41,8 @@ class PlanSpec:
         compute_streams: GEMMs go round robin over this many streams, 1 to 3.
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
-            (``"ring"``). Partial products travel in the dtype of x. For gemm_reduce_scatter and gemm_all_reduce;
-            ignored elsewhere.
+            (``"ring"``). Partial products travel in the dtype of the result. For gemm_reduce_scatter and
+            gemm_all_reduce; ignored elsewhere.
         transfer: how a partial product gets to the peer that needs it: ``"copy"``, by the copy engine, or ``"store"``,
             by the GEMM itself. For gemm_reduce_scatter and gemm_all_reduce; ignored elsewhere. A ring stores only where
             it accumulates.

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ class Problem(NamedTuple):
     k: int
     dtype: str
     layout: str  # of weights: "row" or "column" for each that is there
+    graph: bool = False  # in a CUDA graph, else issued by the CPU
 
 
 class TunedPlan(NamedTuple):
@@ -72,9 +73,7 @@ class Table:
             if document["format"] != _FORMAT:
                 raise ValueError(f"format is {document['format']}; expected {_FORMAT}")
             plans = {
-                Problem(*(entry[name] for name in Problem._fields)): TunedPlan(
-                    PlanSpec(**entry["plan"]), 1e-6 * entry["us"], _seconds(entry["serial_us"])
-                )
+                _problem(entry): TunedPlan(PlanSpec(**entry["plan"]), 1e-6 * entry["us"], _seconds(entry["serial_us"]))
                 for entry in document["plans"]
             }
             gemms = {
@@ -130,6 +129,10 @@ class Table:
             rows = ",\n  ".join(json.dumps(entry) for entry in entries)
             lines.append(f' "{name}": [\n  {rows}\n ]' if rows else f' "{name}": []')
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _problem(entry: dict[str, Any]) -> Problem:
+    return Problem(**{name: entry[name] for name in Problem._fields if name in entry or name != "graph"})
 
 
 def as_kept(seconds: float) -> float:

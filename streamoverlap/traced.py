@@ -13,6 +13,7 @@ from torch import Tensor
 from streamoverlap.spec import PlanSpec
 
 _ops = torch.ops.streamoverlap
+_OF_FLOAT8 = ("scale_x", "scale_weight", "out_dtype", "use_fast_accum")
 
 
 def traceable(traced: Callable) -> Callable[[Callable], Callable]:
@@ -96,5 +97,10 @@ def _place(group: dist.ProcessGroup | None, plan: PlanSpec | None, *between: Any
 def _expect_none(eager: dict[str, Any]) -> None:
     """`async_op`, `timeout` and `streams` are for eager calls: a compiler orders and overlaps on its own."""
     for name, value in eager.items():
+        if name in _OF_FLOAT8 and not (value is None or value is False):
+            raise ValueError(
+                f"{name} is given in a compiled call; expected None: products of float8 are for eager calls, so leave "
+                "them out of what is compiled (torch.compiler.disable)"
+            )
         if value not in (None, False):
             raise ValueError(f"{name} is {value!r} in a compiled call; expected the default")

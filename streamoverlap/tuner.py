@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap import table
+from streamoverlap.call import PLAIN, Mode
 from streamoverlap.chooser import Shape, layout_of, ranked
 from streamoverlap.intercept import Asked, intercept
 from streamoverlap.meeting import attempt
+from streamoverlap.scaling import ones_like
 from streamoverlap.spec import GATHERS, PlanSpec
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ class Tuned(NamedTuple):
 
 
 @torch.no_grad()
-def tune(function: Callable, *args: Any, rounds: int = ROUNDS, save: bool = True, **options: Any) -> Tuned:
+def tune(
+    function: Callable, *args: Any, rounds: int = ROUNDS, graph: bool = False, save: bool = True, **options: Any
+) -> Tuned:
     """Measures plans, `serial` among them, for a call, and on CUDA the algorithms that cuBLASLt has for its products.
 
     Collective. The call itself is not made: what is measured runs on other tensors of its shapes, strides and dtypes,
@@ -52,11 +56,14 @@ def tune(function: Callable, *args: Any, rounds: int = ROUNDS, save: bool = True
         function: an op of this package, such as `streamoverlap.all_gather_gemm`.
         *args, **options: its arguments. `plan`, `async_op` and `timeout` count for nothing.
         rounds: how often each plan is timed, all of them in turn.
+        graph: measure the call in CUDA graphs, for calls that are captured; those for which nothing was measured so
+            take what was measured without. Takes slots as `prepare` does.
         save: rank 0 adds what was found to the user's table, which later runs of this version on such devices take;
             see docs/tuning.md.
 
     Raises:
-        TypeError, ValueError: `function` is no such op, `rounds` is not an integer of at least 1, or as the call.
+        TypeError, ValueError: `function` is no such op, `rounds` is not an integer of at least 1, `graph` is no bool or
+            is True with x on the CPU; or as the call.
         RuntimeError: the group cannot overlap.
         OSError: the table cannot be written; what was found holds in this process.
 
@@ -65,15 +72,19 @@ def tune(function: Callable, *args: Any, rounds: int = ROUNDS, save: bool = True
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds is {rounds!r}; expected an integer of at least 1")
+    if not isinstance(graph, bool):
+        raise TypeError(f"graph is a {type(graph).__name__}; expected a bool")
     communicator, asked = intercept(function, args, options)[:2]
     asked.identity()
+    if graph and not asked.x.is_cuda:
+        raise ValueError(f"graph is True but x is on the {asked.x.device}; expected False, or x on a CUDA device")
     if communicator.fallback is not None:
         raise RuntimeError(
             f"there is nothing to tune: group '{communicator.name}' runs serial: {communicator.fallback}"
         )
     if asked.x.numel() == 0:
         raise ValueError(f"x has no elements, its shape is {list(asked.x.shape)}; expected some to measure with")
-    found = communicator._plans.tune(asked, rounds)
+    found = communicator._plans.tune(asked, rounds, graph)
     if save:
         failed = [attempt(communicator._plans.save) if communicator.rank == 0 else None]
         dist.broadcast_object_list(failed, group_src=0, group=communicator.group)
@@ -92,8 +103,8 @@ def measure(communicator: Communicator, asked: Asked, shape: Shape, rounds: int)
     plans = box[0]
     turn = itertools.cycle([_copies(asked, shape) for _ in range(_SETS)])
 
-    def call(plan: PlanSpec) -> object:
-        return communicator._again(next(turn), plan)
+    def call(plan: PlanSpec, mode: Mode = PLAIN) -> object:
+        return communicator._again(next(turn), plan, mode)
 
     impl.set_tuning(True)
     try:
@@ -102,10 +113,11 @@ def measure(communicator: Communicator, asked: Asked, shape: Shape, rounds: int)
                 call(plan)
     finally:
         impl.set_tuning(False)
+    calls = {plan: _several(call, plan, device, shape.graph) for plan in plans}
     times: dict[PlanSpec, list[float]] = {plan: [] for plan in plans}
     for _ in range(rounds):
-        for plan in plans:
-            times[plan].append(_time_of(lambda plan=plan: call(plan), device))
+        for plan, made in calls.items():
+            times[plan].append(_time_of(made, device) / _CALLS)
     mine = [statistics.median(times[plan]) for plan in plans]
     everyone: list[Any] = [None] * communicator.world
     dist.all_gather_object(everyone, mine, group=group)
@@ -131,7 +143,9 @@ def _plans_for(communicator: Communicator, shape: Shape) -> list[PlanSpec]:
 def problem_of(shape: Shape, weights: Sequence[Tensor]) -> table.Problem:
     """By which a call with rows as in the bucket is found in a table."""
     dtype, layout = str(shape.dtype).removeprefix("torch."), layout_of(weights)
-    return table.Problem(shape.operation, shape.world, *shape.sizes(), dtype, layout)
+    if shape.scaling:
+        dtype = f"{dtype}, {shape.scaling}"
+    return table.Problem(shape.operation, shape.world, *shape.sizes(), dtype, layout, shape.graph)
 
 
 def _copies(asked: Asked, shape: Shape) -> Asked:
@@ -139,23 +153,41 @@ def _copies(asked: Asked, shape: Shape) -> Asked:
     rows = shape.m // shape.world if asked.operation in GATHERS else shape.m
     x = asked.x
     trailing = x.shape[-1:] if asked.weights else x.shape[1:]
-    filled = torch.empty(rows, *trailing, dtype=x.dtype, device=x.device).normal_()
-    weights = [torch.empty_like(weight).normal_() for weight in asked.weights]
-    biases = [None if bias is None else torch.empty_like(bias).normal_() for bias in asked.biases]
-    return asked._replace(x=filled, weights=weights, biases=biases)
+    filled = _normal(torch.empty(rows, *trailing, dtype=x.dtype, device=x.device))
+    weights = [_normal(torch.empty_like(weight)) for weight in asked.weights]
+    biases = [None if bias is None else _normal(torch.empty_like(bias)) for bias in asked.biases]
+    scaling = None if asked.scaling is None else ones_like(asked.scaling, filled)
+    return asked._replace(x=filled, weights=weights, biases=biases, scaling=scaling)
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    if tensor.element_size() > 1:
+        return tensor.normal_()
+    return tensor.copy_(torch.empty_like(tensor, dtype=torch.float32).normal_())  # float8 has no normal_
+
+
+def _several(call: Callable, plan: PlanSpec, device: torch.device, graph: bool) -> Callable[[], object]:
+    """Makes _CALLS calls in a row, from a graph if asked for."""
+    if not graph:
+        return lambda: [call(plan) for _ in range(_CALLS)]
+    call(plan, Mode(prepare=True, issue=False))
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(captured):
+        for _ in range(_CALLS):
+            call(plan)
+    captured.replay()  # the first has to upload it
+    return captured.replay
 
 
 def _time_of(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call on this rank; ranks begin together as far as their exchanges make them."""
+    """Seconds of it on this rank; ranks begin together as far as their exchanges make them."""
     if device.type == "cpu":
         begin = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        return (time.perf_counter() - begin) / _CALLS
+        call()
+        return time.perf_counter() - begin
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(_CALLS):
-        call()
+    call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / _CALLS
+    return begin.elapsed_time(end) / 1e3

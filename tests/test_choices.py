@@ -173,7 +173,7 @@ def test_what_was_measured_comes_before_what_is_predicted() -> None:
     assert also.choose(asked_for(1000)).plan == TUNED
     later = chooser_of(2, Agreed())
     later.choose(asked_for(1000))
-    later.found(asked_for(1000), chooser.measured(1e-4, 2e-4, TUNED))
+    later.found(later.bucket(asked_for(1000), graph=False), chooser.measured(1e-4, 2e-4, TUNED))
     assert later.choose(asked_for(1000)).reason == "measured: 100.0 us; serial 200.0 us"
     assert later.choose(asked_for(3000)).plan != TUNED
 
@@ -370,3 +370,41 @@ def test_explain_tells_what_a_trace_has_measured(ranks) -> None:
     for traced, other, seconds in ranks(2).run(measured):
         assert traced.measured == seconds > 0
         assert other.measured is None, "another weight"
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether calls are captured: [False], to be changed."""
+    captured = [False]
+    monkeypatch.setattr(chooser, "is_for_graph", lambda _: captured[0])
+    return captured
+
+
+def test_captured_calls_have_plans_of_their_own(captures: list[bool]) -> None:
+    found = {False: chooser.measured(2e-4, None, so.PlanSpec()), True: chooser.measured(1e-4, None, TUNED)}
+    agreed = Agreed()
+    made = Chooser(2, agreed, lambda shape, _: found.get(shape.graph), lambda _: found[True], lambda: False, True)
+    plans = []
+    for captures[0] in (False, True, False, True):
+        plans.append(made.choose(asked_for(1000)).plan)
+    assert plans == [so.PlanSpec(), TUNED] * 2
+    assert len(agreed.calls) == 2 and agreed.calls[0][1].own != agreed.calls[1][1].own
+    del found[True]
+    assert made.choose(asked_for(2000)).plan == so.PlanSpec(), "what was measured without a graph comes next"
+    del found[False]
+    assert "in a graph" in made.choose(asked_for(4000)).reason
+
+
+def test_predictions_for_graphs_leave_the_cpu_out() -> None:
+    small = shape("all_gather_gemm", 2, m=256)
+    eager, captured = (chooser.predicted(small._replace(graph=graph), so.PlanSpec(chunks=4)) for graph in (False, True))
+    assert captured < eager
+
+
+def test_what_is_wrong_with_a_tensor_without_sizes_is_told() -> None:
+    def identity() -> tuple[int, str]:
+        raise TypeError("x is a nested tensor")
+
+    nested = torch.nested.nested_tensor([torch.ones(2, 3)])
+    with pytest.raises(TypeError, match="x is a nested tensor"):
+        chooser_of(2, Agreed()).choose(Asked("all_gather", nested, [], [], identity))

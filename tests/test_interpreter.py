@@ -56,9 +56,8 @@ def call(change=None, ranks=(0, 1), copy_input=False):
         ops = good_ops(rank)
         if change is not None and rank in ranks:
             ops = change(ops, rank) or ops
-        both.append(
-            (ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, COPIES, EVEN, rank, 5, list(ops.values()))
-        )
+        spec = (ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, False, COPIES, EVEN)
+        both.append((*spec, rank, 5, list(ops.values())))
     return both
 
 
@@ -185,7 +184,7 @@ def test_exchange_held_up_by_the_caller():
         at = names.index("return credit")
         return {name: joined[name] for name in [*names[:at], "join send", "joined", "recv after joined", *names[at:]]}
 
-    breaks([[(*plan[:11], 6, plan[12]) for plan in call(change)]], "the exchange is held up")
+    breaks([[(*plan[:12], 6, plan[13]) for plan in call(change)]], "the exchange is held up")
 
 
 def test_says_so_where_it_cannot_decide():
@@ -198,9 +197,9 @@ def test_says_so_where_it_cannot_decide():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda plan: plan[:9], "plan has 9 fields; expected 13"),
+        (lambda plan: plan[:9], "plan has 9 fields; expected 14"),
         (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 5"),
-        (lambda plan: (*plan[:12], [(9, *plan[12][0][1:])]), "kind is 9; expected 0 to 7"),
+        (lambda plan: (*plan[:13], [(9, *plan[13][0][1:])]), "kind is 9; expected 0 to 7"),
     ],
 )
 def test_bad_tuples_are_refused(spoil, message):
@@ -216,11 +215,15 @@ def test_builders_pass_in_every_interleaving(world, pruned):
         assert _interpreter.interpret([ranks]) == [], str(spec)
 
 
-@pytest.mark.parametrize("operation", plans.OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "scaled"),
+    [*((operation, False) for operation in plans.OPERATIONS), ("all_gather_gemm", True), ("gemm_all_reduce", True)],
+)
 @pytest.mark.parametrize("pruned", [False, True])
-def test_checker_misses_no_mutant(operation, pruned):
+def test_checker_misses_no_mutant(operation, scaled, pruned):
     for spec in plans.variants(2, chunks=(1,), compute_streams=(1,)):
-        if spec.operation != operation or spec.keep_gathered or spec.copy_input or spec.reduction != "accumulate":
+        others = spec.keep_gathered or spec.copy_input or spec.reduction != "accumulate"
+        if (spec.operation, spec.scaled) != (operation, scaled) or others:
             continue
         counts = _interpreter.mutate(plans.spec_tuple(spec), prune=pruned)
         assert counts["missed"] == 0, counts["missed_texts"]
@@ -228,3 +231,31 @@ def test_checker_misses_no_mutant(operation, pruned):
         assert counts["broken"] > 100
         judged = counts["broken"] + counts["stricter"] + counts["redundant"]
         assert judged == counts["mutants"]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_scales_that_are_late_or_of_other_rows_break_a_plan(algorithm):
+    def broken(edit):
+        ranks = plans.build("all_gather_gemm", world=2, chunks=2, algorithm=algorithm, scaled=True)
+        ops = ranks[0].ops
+        edit(ops)
+        ranks[0].ops = ops
+        assert plans.check(ranks) or edit is keep
+        return _interpreter.interpret([[plans.as_tuple(plan) for plan in ranks]])
+
+    def keep(ops):
+        pass
+
+    def swap(ops):  # the flag is set before the scales are there
+        at = next(i for i, op in enumerate(ops) if op.kind == "put" and op.reads[0].buffer == "scales")
+        ops.insert(at + 1, ops.pop(at))
+
+    def other_rows(ops):
+        gemm = next(op for op in ops if op.kind == "gemm" and op.reads[1].buffer == "slot_scales")
+        at = ops.index(gemm)
+        gemm.reads = [gemm.reads[0], plans.Region("scales", 0, 0, 0)]
+        ops[at] = gemm
+
+    assert broken(keep) == []
+    assert broken(swap)
+    assert any("wrong value in output@0" in text for text in broken(other_rows))

@@ -22,6 +22,12 @@ def writes_a_peer(op: Op, rank: int) -> bool:
     return any(region.rank != rank for region in op.writes)
 
 
+def as_rows(put: Op) -> tuple[list[Region], list[Region]]:
+    """What a Put of scales reads and writes, as that of their rows would."""
+    buffers = {"scales": "input", "slot_scales": "slot"}
+    return tuple([Region(buffers[r.buffer], r.rank, r.shard, r.chunk) for r in of] for of in (put.reads, put.writes))
+
+
 def built(world: int, chunks=(1, 2, 3), compute_streams=(1, 2, 3)):
     """Every variant with its plans, as written and pruned."""
     for spec, pruned in product(plans.variants(world, chunks, compute_streams), (False, True)):
@@ -54,6 +60,7 @@ def test_variants_cover_every_operation_and_option() -> None:
         "compute_streams": {1, 2, 3},
         "keep_gathered": {False, True},
         "copy_input": {False, True},
+        "scaled": {False, True},
         "transfer": {"copy", "store"},
     }.items():
         assert {getattr(spec, field) for spec in specs} == values
@@ -87,11 +94,15 @@ def test_a_sum_of_products_takes_the_own_shard_last_and_adds_the_bias_there(worl
 def test_only_what_must_travel_travels(world: int) -> None:
     for spec, ranks in built(world):
         for plan in ranks:
-            puts = [op for op in plan.ops if writes_a_peer(op, plan.rank)]
+            puts = [op for op in plan.ops if writes_a_peer(op, plan.rank) and op.writes[0].buffer == "slot"]
             assert all(put.kind == "put" or (put.kind, spec.transfer) == ("gemm", "store") for put in puts)
+            of_scales = [put for put in of_kind(plan, "put") if put.writes[0].buffer == "slot_scales"]
+            scaled = spec.scaled and spec.operation == "all_gather_gemm"
+            assert [as_rows(put) for put in of_scales] == ([(put.reads, put.writes) for put in puts] if scaled else [])
+            assert spec.transfer == "store" or len(puts) + len(of_scales) == len(of_kind(plan, "put"))
             exchanges = 2 if spec.operation.endswith("all_reduce") else 1
             assert len(puts) == exchanges * (world - 1) * spec.chunks
-            assert all(put.writes[0].buffer == "slot" and put.writes[0].rank != plan.rank for put in puts)
+            assert all(put.writes[0].rank != plan.rank for put in puts)
             receivers = {put.writes[0].rank for put in puts}
             if spec.algorithm == "ring":
                 assert receivers <= {(plan.rank + 1) % world}
@@ -125,11 +136,73 @@ def test_every_put_is_followed_by_the_notify_of_its_receiver(world: int) -> None
             send = [op for op in plan.ops if op.stream == "send" and op.kind not in ("wait", "record")]
             assert not send or send[-1].kind != "put"
             for put, notify in pairwise(send):
-                if put.kind == "put":
+                if put.kind == "put" and notify.kind == "put":  # of scales, which belong to the rows
+                    assert as_rows(notify) == (put.reads, put.writes)
+                elif put.kind == "put":
                     assert notify.kind == "notify"
                     assert (notify.flag.kind, notify.flag.receiver) == ("full", put.writes[0].rank)
                     flags.add((notify.flag.sender, notify.flag.receiver, notify.flag.index))
-        assert len(flags) == sum(len(of_kind(plan, "put")) for plan in ranks), "each message has a flag of its own"
+        sent = [put for plan in ranks for put in of_kind(plan, "put") if put.writes[0].buffer == "slot"]
+        assert len(flags) == len(sent), "each message has a flag of its own"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_product_of_scaled_rows_reads_the_scales_of_these_rows(world: int) -> None:
+    scales = {"input": "scales", "slot": "slot_scales"}
+    for spec, ranks in built(world):
+        for gemm in (gemm for plan in ranks for gemm in of_kind(plan, "gemm")):
+            rows, *others = gemm.reads
+            found = [region for region in others if region.buffer in scales.values()]
+            own = Region(scales[rows.buffer], rows.rank, rows.shard, rows.chunk)
+            assert found == ([own] if spec.scaled else []), (spec, str(gemm))
+
+
+def test_the_checker_sees_scales_as_it_sees_rows() -> None:
+    def kinds(edit) -> set[str]:
+        ranks = plans.build("all_gather_gemm", world=2, chunks=2, compute_streams=2, scaled=True)
+        ops = ranks[0].ops
+        edit(ops)
+        ranks[0].ops = ops
+        return {fault.kind for fault in plans.check(ranks)}
+
+    def of_scales(ops: list[Op], kind: str) -> list[int]:
+        buffers = ("scales", "slot_scales")
+        return [i for i, op in enumerate(ops) if op.kind == kind and any(r.buffer in buffers for r in op.reads)]
+
+    def put_later(ops: list[Op]) -> None:
+        at = of_scales(ops, "put")[0]
+        ops.insert(at + 1, ops.pop(at))  # after the flag is set
+
+    def never(ops: list[Op]) -> None:
+        del ops[of_scales(ops, "put")[0]]
+
+    def others(ops: list[Op]) -> None:
+        gemm = ops[of_scales(ops, "gemm")[0]]
+        rows, scales = gemm.reads
+        gemm.reads = [rows, Region(scales.buffer, scales.rank, scales.shard, 1 - scales.chunk)]
+
+    def none(ops: list[Op]) -> None:
+        gemm = ops[of_scales(ops, "gemm")[0]]
+        gemm.reads = gemm.reads[:1]
+
+    assert kinds(lambda ops: None) == set()
+    assert "race" in kinds(put_later)
+    assert "wrong value" in kinds(never)
+    assert kinds(others) == {"wrong value"}
+    assert kinds(none) == {"malformed"}
+
+
+def test_scales_in_a_slot_lie_where_rows_of_another_call_may_lie() -> None:
+    """A product on a stream that the credits do not wait for reads nothing of the slot but scales."""
+    ranks = plans.build("all_gather_gemm", world=2, scaled=True)
+    ops = ranks[0].ops
+    last = next(op for op in ops if op.kind == "gemm" and op.reads[0].buffer == "slot")
+    last.reads = [Region("input", 0, 0, 0), last.reads[1]]
+    del ops[max(i for i, op in enumerate(ops) if op.kind == "wait" and op.stream == "recv")]
+    ranks[0].ops = ops
+    faults = plans.check_sequence([ranks, plans.build("all_gather", world=2)])
+    race = next(fault.message for fault in faults if "race on slot@0 across calls" in fault.message)
+    assert "put    slot@0[1.0]" in race and "slot_scales@0[1.0] W^T" in race
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
@@ -250,6 +323,8 @@ def test_two_plans_are_equal_when_all_they_say_is() -> None:
         ),
         ({"taper": "middle"}, "taper is 'middle'; expected one of none, first, last, both"),
         ({"operation": "all_gather", "keep_gathered": True}, "keep_gathered is set for all_gather"),
+        ({"operation": "all_gather", "scaled": True}, "scaled is set for all_gather; expected only for products"),
+        ({"keep_gathered": True, "scaled": True}, "scaled and keep_gathered are set; expected one of them"),
     ],
 )
 def test_a_builder_names_the_argument_it_cannot_take(options: dict, message: str) -> None:

@@ -110,6 +110,8 @@ def errors(rank: int, world: int, group) -> list[str]:
     for call in (
         lambda: so.tune(so.all_gather_gemm, x, w, group, rounds=0),
         lambda: so.tune(torch.mm, x, w),
+        lambda: so.tune(so.all_gather_gemm, x, w, group, graph=1),
+        lambda: so.tune(so.all_gather_gemm, x, w, group, graph=True),
         lambda: so.tune(so.all_gather_gemm, x, torch.ones(4, 5), group),
         lambda: so.tune(so.all_gather, x[:0], group),
         lambda: so.Communicator(group, tuning="sometimes"),
@@ -125,7 +127,9 @@ def errors(rank: int, world: int, group) -> list[str]:
 def test_errors_are_the_same_on_all_ranks(ranks) -> None:
     first, second = ranks(2).run(errors)
     assert first == second
-    rounds, function, shape, empty, tuning, saved = first
+    rounds, function, kind, graph, shape, empty, tuning, saved = first
+    assert kind == "TypeError: graph is a int; expected a bool"
+    assert graph == "ValueError: graph is True but x is on the cpu; expected False, or x on a CUDA device"
     assert rounds == "ValueError: rounds is 0; expected an integer of at least 1"
     assert function.startswith("TypeError: function is 'mm'")
     assert "weight.shape[1] is 5" in shape
@@ -139,7 +143,9 @@ PROBLEM = Problem("all_gather_gemm", 2, 1024, 512, 256, "bfloat16", "row")
 
 def entry(number: int) -> Table:
     plan = TunedPlan(so.PlanSpec("ring", 1 + number % 8), 1e-6 * (number + 1), None if number % 2 else 2e-3)
-    return Table({PROBLEM._replace(m=number): plan}, {(number, 2, 3, 4, 5, 6, 7, 8): TunedGemm(3, 1e-5, 2e-5)})
+    return Table(
+        {PROBLEM._replace(m=number, graph=number == 2): plan}, {(number, 2, 3, 4, 5, 6, 7, 8): TunedGemm(3, 1e-5, 2e-5)}
+    )
 
 
 def test_a_table_reads_what_it_wrote(tmp_path) -> None:
@@ -156,6 +162,15 @@ def test_a_table_reads_what_it_wrote(tmp_path) -> None:
     document = json.loads(path.read_text())
     assert document["device"] == "some device" and document["versions"]["torch"] == torch.__version__
     assert sorted(path.parent.iterdir()) == [path.with_suffix(".json"), path.with_suffix(".lock")]
+
+
+def test_a_table_of_before_there_were_graphs_is_read(tmp_path) -> None:
+    path = tmp_path / "table.json"
+    entry(1).save(path, "cpu")
+    document = json.loads(path.read_text())
+    del document["plans"][0]["graph"]
+    path.write_text(json.dumps(document))
+    assert Table.read(path).plans.keys() == entry(1).plans.keys()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 9, "plans": [], "gemms": []}', '{"format": 1, "plans": [{}]}'])
@@ -212,7 +227,11 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch) -> None:
         ("all_gather_gemm", 16),
         ("gemm_reduce_scatter", 16),  # of 8 ranks, on 2
     ]
-    options = ["--op", "all_gather", "--shape", "24,1,8", "--rounds", "1", "--dry-run"]
+    monkeypatch.setenv("STREAMOVERLAP_CACHE", str(tmp_path / "other"))  # which ranks see that start later
+    options = ["--op", "all_gather", "--shape", "24,1,8", "--rounds", "1"]
+    assert main(["tune", "--world", "1", *options, "--json"]) == 0
+    assert Path(json.loads(capsys.readouterr().out)["file"]).parent == tmp_path / "other"
+    options.append("--dry-run")
     assert main(["tune", "--world", "1", *options]) == 0
     assert "nothing was kept" in capsys.readouterr().out
 
@@ -226,6 +245,7 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch) -> None:
         (["--shapes", "SHAPES", "--set", "most"], "has no list 'most'; expected one of core"),
         (["--shapes", "SHAPES"], "lacks 'K'"),
         (["--world", "65", "--shape", "4,4,4"], "--world is 65; expected at most 64"),
+        (["--graph", "--shape", "4,4,4"], "--graph needs --device cuda"),
         (["--rounds", "0", "--shape", "4,4,4"], "--rounds: is '0'; expected an integer of at least 1"),
     ],
 )

@@ -71,9 +71,9 @@ void Communicator::attach([[maybe_unused]] const std::vector<int>& peer_devices,
 
 std::tuple<Tensors, std::optional<at::Tensor>, Communicator::WorkPointer> Communicator::all_gather_gemm(
     const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases, bool return_gathered,
-    const plan::Spec& spec, const CallOptions& options) {
+    const plan::Spec& spec, const CallOptions& options, const std::optional<Scaling>& scaling) {
   const auto problem =
-      std::make_shared<Problem>(all_gather_gemm_problem(x, weights, biases, return_gathered, config_.world));
+      std::make_shared<Problem>(all_gather_gemm_problem(x, weights, biases, return_gathered, config_.world, scaling));
   WorkPointer work = run(problem, spec, options);
   std::optional<at::Tensor> gathered;
   if (return_gathered) gathered = problem->gathered;
@@ -82,16 +82,14 @@ std::tuple<Tensors, std::optional<at::Tensor>, Communicator::WorkPointer> Commun
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_reduce_scatter(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const plan::Spec& spec,
-    const CallOptions& options) {
-  return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world), spec, options);
+    const CallOptions& options, const std::optional<Scaling>& scaling) {
+  return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world, scaling), spec, options);
 }
 
-std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_all_reduce(const at::Tensor& x,
-                                                                               const at::Tensor& weight,
-                                                                               const std::optional<at::Tensor>& bias,
-                                                                               const plan::Spec& spec,
-                                                                               const CallOptions& options) {
-  return run_one(gemm_all_reduce_problem(x, weight, bias, config_.world), spec, options);
+std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_all_reduce(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const plan::Spec& spec,
+    const CallOptions& options, const std::optional<Scaling>& scaling) {
+  return run_one(gemm_all_reduce_problem(x, weight, bias, config_.world, scaling), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec,

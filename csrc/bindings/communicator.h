@@ -42,13 +42,14 @@ class Communicator {
   using WorkPointer = std::shared_ptr<Work>;
   std::tuple<Tensors, std::optional<at::Tensor>, WorkPointer> all_gather_gemm(
       const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases, bool return_gathered,
-      const plan::Spec& spec, const CallOptions& options);
+      const plan::Spec& spec, const CallOptions& options, const std::optional<Scaling>& scaling);
   std::pair<at::Tensor, WorkPointer> gemm_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                                          const std::optional<at::Tensor>& bias, const plan::Spec& spec,
-                                                         const CallOptions& options);
+                                                         const CallOptions& options,
+                                                         const std::optional<Scaling>& scaling);
   std::pair<at::Tensor, WorkPointer> gemm_all_reduce(const at::Tensor& x, const at::Tensor& weight,
                                                      const std::optional<at::Tensor>& bias, const plan::Spec& spec,
-                                                     const CallOptions& options);
+                                                     const CallOptions& options, const std::optional<Scaling>& scaling);
   std::pair<at::Tensor, WorkPointer> all_gather(const at::Tensor& x, const plan::Spec& spec,
                                                 const CallOptions& options);
   std::pair<at::Tensor, WorkPointer> reduce_scatter(const at::Tensor& x, const plan::Spec& spec,

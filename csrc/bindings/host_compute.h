@@ -13,16 +13,20 @@ namespace streamoverlap {
 class HostCompute : public host::Compute {
  public:
   // Keeps the tensors: streams hold on to this until they have done with the call.
-  explicit HostCompute(std::shared_ptr<const Problem> problem) : owner_(std::move(problem)), problem_(*owner_) {}
+  explicit HostCompute(std::shared_ptr<const Problem> problem);
 
-  void gemm(const plan::Op& op, Block a, const Block* c, Block d) override;
+  void gemm(const plan::Op& op, Block a, const Block* scales, const Block* c, Block d) override;
   void reduce(const plan::Op& op, const std::vector<Block>& terms, Block sum) override;
 
  private:
-  at::Tensor matrix(const Block& block) const;
+  at::Tensor matrix(const Block& block, at::ScalarType dtype) const;
+  at::Tensor result(const Block& block) const { return matrix(block, problem_.out_dtype()); }
+  void scaled_product(std::size_t i, const at::Tensor& x, const Block& scales, const Block* c, bool bias,
+                      at::Tensor out) const;
 
   const std::shared_ptr<const Problem> owner_;
   const Problem& problem_;
+  std::vector<at::Tensor> wide_weights_;  // of 8-bit floats, in float32
 };
 
 }  // namespace streamoverlap

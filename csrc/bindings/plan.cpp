@@ -69,7 +69,7 @@ std::string repr(const T& value) {
 void register_parts(py::module_& m) {
   py::class_<Spec>(m, "Spec", "A variant of an operation: what all ranks must agree on.")
       .def(py::init([](const std::string& operation, const std::string& algorithm, const std::string& reduction,
-                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input,
+                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input, bool scaled,
                        const std::string& transfer, const std::string& taper) {
              return Spec{parse_operation(operation),
                          parse_algorithm(algorithm),
@@ -79,13 +79,14 @@ void register_parts(py::module_& m) {
                          compute_streams,
                          keep_gathered,
                          copy_input,
+                         scaled,
                          parse_transfer(transfer),
                          parse_taper(taper)};
            }),
            py::arg("operation"), py::arg("algorithm") = "direct", py::arg("reduction") = "accumulate",
            py::arg("world") = 1, py::arg("chunks") = 1, py::arg("compute_streams") = 1,
-           py::arg("keep_gathered") = false, py::arg("copy_input") = false, py::arg("transfer") = "copy",
-           py::arg("taper") = "none")
+           py::arg("keep_gathered") = false, py::arg("copy_input") = false, py::arg("scaled") = false,
+           py::arg("transfer") = "copy", py::arg("taper") = "none")
       .def_property_readonly("operation", [](const Spec& s) { return plan::name(s.operation); })
       .def_property_readonly("algorithm", [](const Spec& s) { return plan::name(s.algorithm); })
       .def_property_readonly("reduction", [](const Spec& s) { return plan::name(s.reduction); })
@@ -94,6 +95,7 @@ void register_parts(py::module_& m) {
       .def_readonly("compute_streams", &Spec::compute_streams)
       .def_readonly("keep_gathered", &Spec::keep_gathered)
       .def_readonly("copy_input", &Spec::copy_input)
+      .def_readonly("scaled", &Spec::scaled)
       .def_property_readonly("transfer", [](const Spec& s) { return plan::name(s.transfer); })
       .def_property_readonly("taper", [](const Spec& s) { return plan::name(s.taper); })
       .def("__eq__", [](const Spec& a, const Spec& b) { return a == b; })

@@ -13,12 +13,22 @@ namespace {
 
 using plan::Buffer;
 
+// Of sizes of a product of 8-bit floats, and of where its factors begin.
+constexpr std::int64_t kFactorUnit = 16;
+
 View& view(Call& call, Buffer buffer) { return call.views[static_cast<int>(buffer)]; }
 
 std::byte* data(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
-std::string dtype_name(const at::Tensor& tensor) {
-  return c10::str("torch.", c10::getDtypeNames(tensor.scalar_type()).first);
+std::string dtype_name(at::ScalarType dtype) { return c10::str("torch.", c10::getDtypeNames(dtype).first); }
+
+std::string dtype_name(const at::Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
+
+std::int64_t size_of(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
+
+at::Tensor aligned(const at::Tensor& tensor) {
+  const bool fits = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kFactorUnit == 0;
+  return fits ? tensor : tensor.clone();
 }
 
 std::string label(const char* argument, std::size_t index, std::size_t count) {
@@ -44,28 +54,45 @@ void check_memory(const at::Tensor& tensor, const std::string& argument) {
                    " has a forward-mode gradient, which this function would drop; expected a tensor without");
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& argument) {
+bool has_8_bits(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
+
+// What all arguments must be, apart from their dtype.
+void check_kind(const at::Tensor& tensor, const std::string& argument) {
   TORCH_CHECK_TYPE(
       !tensor.key_set().has_any(kWrappers), argument,
       " is a tensor that wraps or stands for others (such as a DTensor, a FakeTensor, a nested tensor, or "
       "any under torch.func); expected a plain tensor with memory of its own (of a DTensor its to_local())");
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, argument, " has layout ", tensor.layout(),
                    "; expected a dense (strided) tensor");
-  const at::ScalarType dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-                   argument, " has dtype ", dtype_name(tensor), "; expected float32, float64, bfloat16 or float16");
   check_memory(tensor, argument);
   TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()), argument,
               " requires grad, but this function records no gradient; expected a detached tensor or a call under "
               "torch.no_grad()");
 }
 
-void check_like(const at::Tensor& tensor, const std::string& argument, const at::Tensor& x) {
-  check_tensor(tensor, argument);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(), argument, " has dtype ", dtype_name(tensor),
-                   "; expected that of x, ", dtype_name(x));
+void check_tensor(const at::Tensor& tensor, const std::string& argument) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+                   argument, " has dtype ", dtype_name(tensor), "; expected float32, float64, bfloat16 or float16");
+  check_kind(tensor, argument);
+}
+
+void check_device(const at::Tensor& tensor, const std::string& argument, const at::Tensor& x) {
   TORCH_CHECK_VALUE(tensor.device() == x.device(), argument, " is on ", tensor.device(), "; expected the device of x, ",
                     x.device());
+}
+
+// `wanted`: the message before that dtype.
+void check_dtype(const at::Tensor& tensor, const std::string& argument, at::ScalarType expected,
+                 const char* wanted = "; expected ") {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, argument, " has dtype ", dtype_name(tensor), wanted,
+                   dtype_name(expected));
+}
+
+void check_like(const at::Tensor& tensor, const std::string& argument, const at::Tensor& x) {
+  check_tensor(tensor, argument);
+  check_dtype(tensor, argument, x.scalar_type(), "; expected that of x, ");
+  check_device(tensor, argument, x);
 }
 
 // What records or replaces operators sees nothing of a call: a trace would have its result as a constant, and outputs
@@ -84,12 +111,22 @@ void check_no_trace() {
 }
 
 // x of [rows, K] or [s, b, K]. Any strides: what is not row-major is copied once, as documented.
-at::Tensor matrix_input(const at::Tensor& x) {
-  check_tensor(x, "x");
+at::Tensor matrix_input(const at::Tensor& x, const std::optional<Scaling>& scaling) {
+  if (scaling) {
+    TORCH_CHECK_TYPE(has_8_bits(x.scalar_type()), "x has dtype ", dtype_name(x),
+                     " but scale_x is given; expected float8_e4m3fn or float8_e5m2, or no scales");
+    check_kind(x, "x");
+  } else {
+    TORCH_CHECK_TYPE(!has_8_bits(x.scalar_type()), "x has dtype ", dtype_name(x),
+                     " but scale_x is None; expected scale_x and scale_weight, or another dtype");
+    check_tensor(x, "x");
+  }
   check_no_trace();
   TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, "x has shape ", x.sizes(),
                     "; expected 2 dimensions [rows, K] or 3 dimensions [s, b, K]");
   TORCH_CHECK_VALUE(x.size(-1) > 0, "x has shape ", x.sizes(), "; expected at least one column");
+  TORCH_CHECK_VALUE(!scaling || x.size(-1) % kFactorUnit == 0, "x.shape[-1] is ", x.size(-1),
+                    "; expected a multiple of ", kFactorUnit, ", as products of float8 need");
   return x;
 }
 
@@ -109,8 +146,27 @@ bool is_row_major(const at::Tensor& matrix) {
   return dense_rows(matrix.size(0), matrix.size(1), matrix.stride(0), matrix.stride(1));
 }
 
-void check_weight(const at::Tensor& weight, const std::string& argument, const at::Tensor& x) {
-  check_like(weight, argument, x);
+// What cuBLASLt's kernels for Hopper take.
+void check_8_bit_weight(const at::Tensor& weight, const std::string& argument) {
+  TORCH_CHECK_VALUE(weight.size(0) % kFactorUnit == 0, argument, ".shape[0] is ", weight.size(0),
+                    "; expected a multiple of ", kFactorUnit, ", as products of float8 need");
+  TORCH_CHECK_VALUE(is_row_major(weight) || weight.numel() == 0, argument, " has shape ", weight.sizes(),
+                    " and strides ", weight.strides(),
+                    "; expected a row-major matrix, as products of float8 need; call .contiguous() on it");
+  const bool aligned = reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % kFactorUnit == 0;
+  TORCH_CHECK_VALUE(aligned && leading_dimension(weight).stride % kFactorUnit == 0, argument, " has strides ",
+                    weight.strides(), " and begins at ", weight.const_data_ptr(), "; expected rows at multiples of ",
+                    kFactorUnit, " bytes, as products of float8 need; call .clone() on it");
+}
+
+void check_weight(const at::Tensor& weight, const std::string& argument, const at::Tensor& x, bool scaled) {
+  if (scaled) {
+    check_kind(weight, argument);
+    check_dtype(weight, argument, at::kFloat8_e4m3fn);
+    check_device(weight, argument, x);
+  } else {
+    check_like(weight, argument, x);
+  }
   TORCH_CHECK_VALUE(weight.dim() == 2, argument, " has shape ", weight.sizes(), "; expected 2 dimensions [N, K]");
   TORCH_CHECK_VALUE(!weight.is_neg(), argument, " is a lazily negated view; expected its values: call .resolve_neg()");
   const std::int64_t k = x.size(-1);
@@ -120,13 +176,53 @@ void check_weight(const at::Tensor& weight, const std::string& argument, const a
                     weight.sizes(), " and strides ", weight.strides(),
                     "; expected a row-major or column-major matrix (one stride 1, the other at least the size of that "
                     "dimension); call .contiguous() on it");
+  if (scaled) check_8_bit_weight(weight, argument);
 }
 
-at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const at::Tensor& x, std::int64_t n) {
-  check_like(bias, argument, x);
+at::Tensor check_bias(const at::Tensor& bias, const std::string& argument, const Problem& problem, std::int64_t n) {
+  check_tensor(bias, argument);
+  check_dtype(bias, argument, problem.out_dtype(),
+              problem.scaling ? "; expected out_dtype, " : "; expected that of x, ");
+  check_device(bias, argument, problem.x);
   TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == n, argument, " has shape ", bias.sizes(), "; expected [", n,
                     "], one value a row of weight");
   return bias.resolve_neg().contiguous();
+}
+
+void check_scale(const at::Tensor& scale, const std::string& argument, const at::Tensor& x) {
+  check_kind(scale, argument);
+  check_dtype(scale, argument, at::kFloat);
+  check_device(scale, argument, x);
+}
+
+// Of x and weights that have passed the checks.
+void check_scaling(const Scaling& scaling, const at::Tensor& x, const std::vector<at::Tensor>& weights) {
+  const at::ScalarType out = scaling.out_dtype;
+  TORCH_CHECK_TYPE(out == at::kBFloat16 || out == at::kHalf || out == at::kFloat, "out_dtype is ", dtype_name(out),
+                   "; expected bfloat16, float16 or float32");
+  TORCH_CHECK_VALUE(scaling.weights.size() == weights.size(), "scale_weight has ", scaling.weights.size(),
+                    " tensors; expected one for each of the ", weights.size(), " weights");
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const std::string argument = label("scale_weight", i, weights.size());
+    const at::Tensor& scale = scaling.weights[i];
+    check_scale(scale, argument, x);
+    const std::int64_t n = weights[i].size(0);
+    const bool rows = scale.sizes() == at::IntArrayRef({1, n}) || scale.sizes() == at::IntArrayRef({n, 1});
+    TORCH_CHECK_VALUE(rows || scale.numel() == 1, argument, " has shape ", scale.sizes(),
+                      "; expected one element, or [1, ", n, "] or [", n, ", 1], one value a row of weight");
+    TORCH_CHECK_VALUE((scale.numel() != 1) == scaling.row_wise(), argument, " has shape ", scale.sizes(),
+                      "; expected all of scale_weight to be tensor-wise, or all row-wise");
+  }
+  check_scale(scaling.x, "scale_x", x);
+  std::vector<std::int64_t> rows = x.sizes().vec();
+  rows.back() = 1;
+  if (scaling.row_wise()) {
+    TORCH_CHECK_VALUE(scaling.x.sizes() == at::IntArrayRef(rows), "scale_x has shape ", scaling.x.sizes(),
+                      "; expected ", at::IntArrayRef(rows), ", one value a row of x, as scale_weight is row-wise");
+  } else {
+    TORCH_CHECK_VALUE(scaling.x.numel() == 1, "scale_x has shape ", scaling.x.sizes(),
+                      "; expected one element, as scale_weight has one");
+  }
 }
 
 void check_divisible(const at::Tensor& x, int world) {
@@ -153,19 +249,30 @@ void set_view(Problem& problem, Buffer buffer, std::int64_t row_bytes, bool all_
   view(problem.call, buffer) = {nullptr, row_bytes, all_shards ? row_bytes * problem.shard_rows : 0};
 }
 
-Problem summed_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+// Of the rows of x; they lie apart from each other as those in a slot do.
+void set_scale_views(Problem& problem, bool all_shards, bool exchanged) {
+  if (!problem.scaling) return;
+  view(problem.call, Buffer::Scales) = {nullptr, kScaleBytes, all_shards ? scales_stride(problem.shard_rows) : 0};
+  if (exchanged) set_view(problem, Buffer::SlotScales, kScaleBytes, true);
+}
+
+Problem summed_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       const std::optional<Scaling>& scaling) {
   Problem problem;
-  problem.x = matrix_input(x);
-  check_weight(weight, "weight", x);
+  problem.x = matrix_input(x, scaling);
+  problem.scaling = scaling;
+  check_weight(weight, "weight", x, scaling.has_value());
+  if (scaling) check_scaling(*scaling, x, {weight});
   problem.biases.resize(1);
-  if (bias) problem.biases[0] = check_bias(*bias, "bias", x, weight.size(0));
+  if (bias) problem.biases[0] = check_bias(*bias, "bias", problem, weight.size(0));
   problem.weights = {weight};
   return problem;
 }
 
 void set_product_views(Problem& problem, bool all_shards_out) {
   const at::Tensor& x = problem.x;
-  const std::int64_t n_bytes = problem.weights[0].size(0) * static_cast<std::int64_t>(x.element_size());
+  const std::int64_t n_bytes = problem.weights[0].size(0) * size_of(problem.out_dtype());
+  set_scale_views(problem, true, false);
   set_view(problem, Buffer::Input, x.size(-1) * static_cast<std::int64_t>(x.element_size()), true);
   set_view(problem, Buffer::Slot, n_bytes, true);
   set_view(problem, Buffer::Scratch, n_bytes, true);
@@ -182,8 +289,10 @@ LeadingDimension leading_dimension(const at::Tensor& weight) {
 
 void Problem::allocate() {
   x = x.resolve_neg().contiguous();
+  if (scaling) lay_out_scales();
   view(call, Buffer::Input).base = data(x);
-  for (const std::vector<std::int64_t>& sizes : output_sizes) outputs.push_back(at::empty(sizes, x.options()));
+  const at::TensorOptions results = x.options().dtype(out_dtype());
+  for (const std::vector<std::int64_t>& sizes : output_sizes) outputs.push_back(at::empty(sizes, results));
   view(call, Buffer::Output).base = data(outputs[0]);
   if (!gathered_sizes.empty()) {
     gathered = at::empty(gathered_sizes, x.options());
@@ -195,27 +304,56 @@ void Problem::allocate() {
   }
 }
 
-// Only what is exchanged: in an all-gather-GEMM each rank may have another N, in a GEMM-reduce-scatter another K.
-std::vector<std::int64_t> Problem::shape_key() const {
-  return {static_cast<std::int64_t>(x.scalar_type()), shard_rows, call.missing_rows, call.row_bytes(Buffer::Slot)};
+// As products of 8-bit floats read them: the scales of weights as vectors, those of x a vector for each shard. One
+// scale of all of x becomes one a row, since they travel with the rows, and another rank may have another scale.
+void Problem::lay_out_scales() {
+  x = aligned(x);
+  for (at::Tensor& scale : scaling->weights) scale = aligned(scale.reshape({-1}).contiguous());
+  const std::int64_t rows = rows_of(x);
+  at::Tensor scales = scaling->x.reshape({-1});
+  if (!scaling->row_wise()) scales = scales.expand({rows});
+  const std::int64_t apart = view(call, Buffer::Scales).shard_bytes / kScaleBytes;
+  if (apart != shard_rows && apart != 0) {
+    const std::int64_t shards = (rows + shard_rows - 1) / shard_rows;
+    scales = at::constant_pad_nd(scales, {0, shards * shard_rows - rows}).view({shards, shard_rows});
+    scales = at::constant_pad_nd(scales, {0, apart - shard_rows});
+  }
+  scaling->x = aligned(scales.contiguous());
+  view(call, Buffer::Scales).base = data(scaling->x);
 }
 
-std::string Problem::description() const { return c10::str("x of ", x.sizes(), ", ", dtype_name(x)); }
+// Only what is exchanged: in an all-gather-GEMM each rank may have another N, in a GEMM-reduce-scatter another K.
+std::vector<std::int64_t> Problem::shape_key() const {
+  std::vector<std::int64_t> key = {static_cast<std::int64_t>(x.scalar_type()), shard_rows, call.missing_rows,
+                                   call.row_bytes(Buffer::Slot)};
+  if (scaling) key.insert(key.end(), {static_cast<std::int64_t>(scaling->out_dtype), scaling->row_wise()});
+  return key;
+}
+
+std::string Problem::description() const {
+  return c10::str("x of ", x.sizes(), ", ", dtype_name(x)) + (scaling ? ", " + scaling->text() : "");
+}
+
+std::string Scaling::text() const {
+  return std::string(row_wise() ? "row" : "tensor") + "-wise scales, to " + dtype_name(out_dtype);
+}
 
 Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
-                                bool return_gathered, int world) {
+                                bool return_gathered, int world, const std::optional<Scaling>& scaling) {
   Problem problem;
-  problem.x = matrix_input(x);
+  problem.x = matrix_input(x, scaling);
+  problem.scaling = scaling;
   TORCH_CHECK_VALUE(!weights.empty(), "weight is an empty list; expected at least one tensor");
   TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), "bias has ", biases.size(),
                     " tensors; expected one for each of the ", weights.size(), " weights");
   problem.biases.resize(weights.size());
   for (std::size_t i = 0; i < weights.size(); ++i) {
-    check_weight(weights[i], label("weight", i, weights.size()), x);
+    check_weight(weights[i], label("weight", i, weights.size()), x, scaling.has_value());
     if (!biases.empty() && biases[i]) {
-      problem.biases[i] = check_bias(*biases[i], label("bias", i, weights.size()), x, weights[i].size(0));
+      problem.biases[i] = check_bias(*biases[i], label("bias", i, weights.size()), problem, weights[i].size(0));
     }
   }
+  if (scaling) check_scaling(*scaling, x, weights);
   problem.weights = weights;
   problem.shard_rows = rows_of(x);
   for (const at::Tensor& weight : weights) {
@@ -224,7 +362,8 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
   const std::int64_t k_bytes = x.size(-1) * x.element_size();
   set_view(problem, Buffer::Input, k_bytes, false);
   set_view(problem, Buffer::Slot, k_bytes, true);
-  const std::int64_t n_bytes = weights[0].size(0) * x.element_size();
+  set_scale_views(problem, false, true);
+  const std::int64_t n_bytes = weights[0].size(0) * size_of(problem.out_dtype());
   set_view(problem, Buffer::Output, n_bytes, true);
   if (return_gathered) {
     problem.gathered_sizes = with_sizes(x, x.size(0) * world, x.size(-1));
@@ -235,8 +374,9 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
 }
 
 Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
-                                    const std::optional<at::Tensor>& bias, int world) {
-  Problem problem = summed_product(x, weight, bias);
+                                    const std::optional<at::Tensor>& bias, int world,
+                                    const std::optional<Scaling>& scaling) {
+  Problem problem = summed_product(x, weight, bias, scaling);
   check_divisible(x, world);
   problem.shard_rows = rows_of(x) / world;
   problem.output_sizes.push_back(with_sizes(x, x.size(0) / world, weight.size(0)));
@@ -245,8 +385,8 @@ Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weigh
 }
 
 Problem gemm_all_reduce_problem(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                int world) {
-  Problem problem = summed_product(x, weight, bias);
+                                int world, const std::optional<Scaling>& scaling) {
+  Problem problem = summed_product(x, weight, bias, scaling);
   share_rows(problem, rows_of(x), world);
   problem.output_sizes.push_back(with_sizes(x, x.size(0), weight.size(0)));
   set_product_views(problem, true);

@@ -197,6 +197,18 @@ void register_communicator(py::module_& m) {
   options.def_readwrite("streams", &CallOptions::streams);
 #endif
 
+  py::class_<Scaling>(m, "Scaling")
+      .def(py::init([](at::Tensor x, Tensors weights, at::ScalarType out_dtype, bool use_fast_accum) {
+             return Scaling{std::move(x), std::move(weights), out_dtype, use_fast_accum};
+           }),
+           py::arg("x"), py::arg("weights"), py::arg("out_dtype"), py::arg("use_fast_accum"))
+      .def_readonly("x", &Scaling::x)
+      .def_readonly("weights", &Scaling::weights)
+      .def_readonly("out_dtype", &Scaling::out_dtype)
+      .def_readonly("use_fast_accum", &Scaling::fast_accumulation)
+      .def_property_readonly("row_wise", &Scaling::row_wise)
+      .def("__str__", &Scaling::text);
+
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("join", released(&Work::join))
       .def("wait_for", released(&Work::wait_for), py::arg("seconds"))
@@ -290,21 +302,24 @@ void register_communicator(py::module_& m) {
 
   // The same checks for calls that do not reach an executor: `serial`, by the group's own collective. They return what
   // enter_serial takes.
-  m.def("validate_all_gather_gemm", torch::wrap_pybind_function([](const at::Tensor& x, const Tensors& weights,
-                                                                   const OptionalTensors& biases, int world) {
-          return serial_call(plan::Operation::AllGatherGemm, all_gather_gemm_problem(x, weights, biases, false, world),
-                             world);
-        }));
-  m.def("validate_gemm_reduce_scatter",
-        torch::wrap_pybind_function(
-            [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int world) {
-              return serial_call(plan::Operation::GemmReduceScatter,
-                                 gemm_reduce_scatter_problem(x, weight, bias, world), world);
-            }));
-  m.def("validate_gemm_all_reduce", torch::wrap_pybind_function([](const at::Tensor& x, const at::Tensor& weight,
-                                                                   const std::optional<at::Tensor>& bias, int world) {
-          return serial_call(plan::Operation::GemmAllReduce, gemm_all_reduce_problem(x, weight, bias, world), world);
-        }));
+  m.def("validate_all_gather_gemm",
+        torch::wrap_pybind_function([](const at::Tensor& x, const Tensors& weights, const OptionalTensors& biases,
+                                       int world, const std::optional<Scaling>& scaling) {
+          const Problem problem = all_gather_gemm_problem(x, weights, biases, false, world, scaling);
+          return serial_call(plan::Operation::AllGatherGemm, problem, world);
+        }),
+        py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("world"), py::arg("scaling") = py::none());
+  const auto validate_sum = [&m](const char* name, plan::Operation operation, auto make_problem) {
+    m.def(name,
+          torch::wrap_pybind_function([=](const at::Tensor& x, const at::Tensor& weight,
+                                          const std::optional<at::Tensor>& bias, int world,
+                                          const std::optional<Scaling>& scaling) {
+            return serial_call(operation, make_problem(x, weight, bias, world, scaling), world);
+          }),
+          py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("world"), py::arg("scaling") = py::none());
+  };
+  validate_sum("validate_gemm_reduce_scatter", plan::Operation::GemmReduceScatter, &gemm_reduce_scatter_problem);
+  validate_sum("validate_gemm_all_reduce", plan::Operation::GemmAllReduce, &gemm_all_reduce_problem);
   m.def("validate_all_gather", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
           return serial_call(plan::Operation::AllGather, all_gather_problem(x, world), world);
         }));

@@ -298,7 +298,7 @@ void Executor::run(const Issue& issue) {
         copy(step.d.in(issue.bases), step.a.in(issue.bases), step.bytes, stream);
         break;
       case Step::Kind::Reduce:
-        sum(issue.steps, step, step.d.in(issue.bases), issue.bases, issue.operands.dtype, stream);
+        sum(issue.steps, step, step.d.in(issue.bases), issue.bases, issue.operands.out_dtype, stream);
         break;
       case Step::Kind::Memory:
         enqueue(memory + step.first, step.count, stream.stream(), issue.capturing);

@@ -1,4 +1,5 @@
 // D[m, n] = A[m, k] W^T (+ C) (+ bias) by cuBLASLt: A, C, D row-major, W [n, k] row- or column-major, nothing copied.
+// Factors of 8 bits have scales, W of them is row-major, and D, C and bias have more bits.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -17,10 +18,17 @@ namespace streamoverlap::cuda {
 
 inline constexpr std::size_t kWorkspaceBytes = 32 << 20;  // what cuBLAS asks for on Hopper
 
+// One scale each for all of A and W, or one for each row.
+enum class Scaling : std::uint8_t { None, Tensor, Row };
+
 struct GemmShape {
   std::int64_t m = 0, n = 0, k = 0;
   std::int64_t lda = 0, ldw = 0, ldc = 0, ldd = 0;  // in elements
-  at::ScalarType dtype = at::ScalarType::Float;
+  at::ScalarType dtype = at::ScalarType::Float;     // of A
+  at::ScalarType w_dtype = at::ScalarType::Float;   // that of A, but for 8 bits
+  at::ScalarType d_dtype = at::ScalarType::Float;   // of D, C and bias; likewise
+  Scaling scaling = Scaling::None;
+  bool fast_accumulation = false;  // of 8 bits: fewer bits in the accumulator
   bool w_row_major = true;
   bool tf32 = false;  // float32 products may be rounded to TF32
 };
@@ -28,9 +36,11 @@ struct GemmShape {
 struct GemmPointers {
   const void* a = nullptr;
   const void* w = nullptr;
-  const void* c = nullptr;     // null: no C, and D is not read
-  const void* bias = nullptr;  // [n], null: none
-  void* d = nullptr;           // not C
+  const void* a_scale = nullptr;  // float32, on the device: one, or [m]
+  const void* w_scale = nullptr;  // one, or [n]
+  const void* c = nullptr;        // null: no C, and D is not read
+  const void* bias = nullptr;     // [n], null: none
+  void* d = nullptr;              // not C
 };
 
 // One of the algorithms that cuBLASLt proposes for a problem, in its order.
@@ -65,6 +75,8 @@ class Gemm {
                                  Destroy<cublasLtMatrixLayoutOpaque_t, &cublasLtMatrixLayoutDestroy>>;
 
   static Matrix matrix(cudaDataType_t, std::int64_t rows, std::int64_t columns, std::int64_t ld);
+  void set_scaling();
+  void set_scales(const GemmPointers&) const;
   bool choose(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t, bool measure);
   double microseconds(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;
   cublasStatus_t multiply(cublasLtHandle_t, const GemmPointers&, void* workspace, cudaStream_t) const;

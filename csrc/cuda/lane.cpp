@@ -5,12 +5,6 @@
 #include <utility>
 
 namespace streamoverlap::cuda {
-namespace {
-
-constexpr std::int64_t kSlotAlignment = 256;  // what allocators give; GEMMs are chosen by the alignment of data
-
-}  // namespace
-
 Lane::Lane(Use use, int world, c10::DeviceIndex device) : use_(use), world_(world), streams_(StreamSet::make(device)) {}
 
 std::vector<std::shared_ptr<void>> Lane::use_slots(const std::vector<std::byte*>& bases, std::int64_t slot_bytes,
@@ -61,7 +55,7 @@ void Lane::reserve(const Call& call, const Steps& steps) {
 const Bases& Lane::bases(int slot, const Call& call) {
   Bases& bases = bases_[slot];
   using plan::Buffer;
-  for (const Buffer buffer : {Buffer::Input, Buffer::Output, Buffer::Gathered, Buffer::Copied}) {
+  for (const Buffer buffer : {Buffer::Input, Buffer::Output, Buffer::Gathered, Buffer::Copied, Buffer::Scales}) {
     bases[static_cast<int>(buffer)] = call.views[static_cast<int>(buffer)].base;
   }
   return bases;

@@ -89,7 +89,7 @@ void Executor::rehearse(const Call& call, const Operands& operands, const Steps&
   const c10::cuda::CUDAStream& stream = eager.streams().at(plan::kCompute);
   void* const workspace = steps.workspaces > 0 ? eager.streams().workspace(plan::kCompute) : nullptr;
   const Bases& bases = eager.bases(0, call);
-  const auto size = static_cast<std::int64_t>(c10::elementSize(operands.dtype));
+  const auto size = static_cast<std::int64_t>(c10::elementSize(operands.out_dtype));
 
   std::int64_t bytes = 0;
   for (const Step& step : steps.steps) {
@@ -108,7 +108,7 @@ void Executor::rehearse(const Call& call, const Operands& operands, const Steps&
     if (step.kind == Step::Kind::Copy) {
       copy(instead_of(step.d.in(bases)), step.a.in(bases), step.bytes, stream);
     } else if (step.kind == Step::Kind::Reduce) {
-      sum(steps, step, instead_of(step.d.in(bases)), bases, operands.dtype, stream);
+      sum(steps, step, instead_of(step.d.in(bases)), bases, operands.out_dtype, stream);
     } else if (step.kind == Step::Kind::Gemm) {
       for_each_product(step, operands, bases, [&](const GemmShape& shape, GemmPointers at) {
         if (resources_->gemms.find(shape, at)) return;

@@ -83,7 +83,8 @@ class Compiler {
     if (!step) return;
     step->a = address(op.reads[0]);
     step->a_row_bytes = block(op.reads[0]).row_bytes;
-    if (op.reads.size() > 1) step->c = address(op.reads[1]);
+    if (op.scales()) step->scales = address(*op.scales());
+    if (op.c()) step->c = address(*op.c());
     step->bias = op.bias;
     steps_.workspaces = std::max(steps_.workspaces, op.stream - plan::kCompute + 1);
   }
@@ -138,7 +139,7 @@ class Compiler {
   Block block(const plan::Region& region) const { return block_of(call_, region, nullptr); }
 
   Address address(const plan::Region& region) const {
-    const int base = region.buffer == plan::Buffer::Slot ? kSlotOf + region.rank : static_cast<int>(region.buffer);
+    const int base = plan::in_slot(region.buffer) ? kSlotOf + region.rank : static_cast<int>(region.buffer);
     return {base, reinterpret_cast<std::intptr_t>(block(region).data)};
   }
 

@@ -32,7 +32,7 @@ struct Step {
   bool bias = false;                       // Gemm
   int event = -1;                          // Record, Wait
   int first = 0, count = 0;                // Reduce: terms; Memory: operations
-  Address a, c, d;                         // Gemm: D = A W^T (+ C); Copy: D = A; Reduce: D
+  Address a, scales, c, d;                 // Gemm: D = A W^T (+ C), scales of A; Copy: D = A; Reduce: D
   std::int64_t a_row_bytes = 0, rows = 0;  // Gemm
   std::int64_t output_row = 0;             // Gemm: of D in an output of all shards
   std::int64_t bytes = 0;                  // of D

@@ -119,7 +119,8 @@ void Pending::run_data(const Op& op) {
   std::vector<Block> from;
   for (const plan::Region& region : op.reads) from.push_back(block(region));
   if (op.kind == Kind::Gemm) {
-    config_.compute->gemm(op, from[0], from.size() > 1 ? &from[1] : nullptr, to);
+    const Block* scales = op.scales() ? &from[1] : nullptr;
+    config_.compute->gemm(op, from[0], scales, op.c() ? &from.back() : nullptr, to);
   } else if (op.kind == Kind::Reduce) {
     config_.compute->reduce(op, from, to);
   } else {
@@ -154,6 +155,7 @@ bool Pending::await(const plan::Flag& flag) {
 Block Pending::block(const plan::Region& region) const {
   switch (region.buffer) {
     case plan::Buffer::Slot:
+    case plan::Buffer::SlotScales:
       return block_of(call_, region,
                       config_.memory->ranks[region.rank]->data() + config_.slot * config_.memory->slot_bytes);
     case plan::Buffer::Scratch:

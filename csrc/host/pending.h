@@ -21,8 +21,8 @@ namespace streamoverlap::host {
 class Compute {
  public:
   virtual ~Compute() = default;
-  // d = a W^T (+ c) (+ bias where op.bias)
-  virtual void gemm(const plan::Op& op, Block a, const Block* c, Block d) = 0;
+  // d = a W^T (+ c) (+ bias where op.bias); scales: of the rows of a, if they have some
+  virtual void gemm(const plan::Op& op, Block a, const Block* scales, const Block* c, Block d) = 0;
   // sum = the sum of terms, in fp32 or wider, in their order, rounded once
   virtual void reduce(const plan::Op& op, const std::vector<Block>& terms, Block sum) = 0;
 };

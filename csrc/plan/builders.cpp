@@ -36,9 +36,10 @@ std::string wrong_store(const Spec& spec) {
 }  // namespace
 
 Shards shards_of(const Spec& spec, Buffer buffer, int rank) {
-  const bool own_alone = (buffer == Buffer::Input && gathers(spec)) || (buffer == Buffer::Output && scatters(spec));
+  const bool input = buffer == Buffer::Input || buffer == Buffer::Scales;
+  const bool own_alone = (input && gathers(spec)) || (buffer == Buffer::Output && scatters(spec));
   if (own_alone) return {rank, rank + 1};
-  return {0, buffer == Buffer::Slot ? slot_shards(spec) : spec.world};
+  return {0, in_slot(buffer) ? slot_shards(spec) : spec.world};
 }
 
 std::string wrong_spec(const Spec& spec) {
@@ -53,6 +54,12 @@ std::string wrong_spec(const Spec& spec) {
             "; expected only for all_gather, reduce_scatter and all_reduce";
   }
   if (wrong.empty() && spec.transfer == Transfer::Store) wrong = wrong_store(spec);
+  if (wrong.empty() && spec.scaled && !multiplies(spec)) {
+    wrong = std::string("scaled is set for ") + name(spec.operation) + "; expected only for products";
+  }
+  if (wrong.empty() && spec.scaled && spec.keep_gathered) {
+    wrong = "scaled and keep_gathered are set; expected one of them: the gathered scales are not handed out";
+  }
   return wrong;
 }
 

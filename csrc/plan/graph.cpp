@@ -149,6 +149,9 @@ void Graph::list_accesses() {
       continue;
     }
     for_each_region(spec, Buffer::Input, node.rank, [&](const Region& region) { add(region, true); });
+    if (spec.scaled) {
+      for_each_region(spec, Buffer::Scales, node.rank, [&](const Region& region) { add(region, true); });
+    }
     for_each_region(spec, Buffer::Output, node.rank, [&](const Region& region) { add(region, begins); });
     if (!spec.keep_gathered) continue;
     for_each_region(spec, Buffer::Gathered, node.rank, [&](const Region& region) { add(region, begins); });

@@ -49,6 +49,9 @@ std::string wrong_region(const Spec& spec, const Region& region) {
   if (!within(region.chunk, 0, spec.chunks - 1)) {
     return outside("the chunk of " + to_string(region), region.chunk, 0, spec.chunks - 1);
   }
+  if (is_scales(region.buffer) && !(spec.scaled && (region.buffer == Buffer::Scales || gathers(spec)))) {
+    return to_string(region) + ": the plan has no such scales";
+  }
   if (region.buffer == Buffer::Gathered && !spec.keep_gathered) return "the plan keeps no gathered input";
   if (region.buffer == Buffer::Copied && !(spec.copy_input && copy_of_input(spec) == Buffer::Copied)) {
     return "the plan has no copy of the input apart from its output";
@@ -56,13 +59,15 @@ std::string wrong_region(const Spec& spec, const Region& region) {
   return "";
 }
 
-std::string wrong_count(const Op& op) {
+std::string wrong_count(const Spec& spec, const Op& op) {
   const std::size_t reads = op.reads.size(), writes = op.writes.size();
   const auto expected = [&](const char* what) {
     return "it has " + std::to_string(reads) + " reads and " + std::to_string(writes) + " writes, expected " + what;
   };
   switch (op.kind) {
     case Kind::Gemm:
+      if (spec.scaled)
+        return within(static_cast<int>(reads), 2, 3) && writes == 1 ? "" : expected("2 or 3 reads and 1 write");
       return within(static_cast<int>(reads), 1, 2) && writes == 1 ? "" : expected("1 or 2 reads and 1 write");
     case Kind::Put:
     case Kind::Copy:
@@ -85,15 +90,19 @@ std::string wrong_data(const Spec& spec, const Op& op, int rank) {
     if (region.rank != rank) return "it reads " + to_string(region) + ", expected a region of its own rank";
   }
   const Region& target = op.writes[0];
-  const bool peers_slot = target.buffer == Buffer::Slot && target.rank != rank;
-  const bool stores = op.kind == Kind::Gemm && spec.transfer == Transfer::Store && peers_slot;
+  const bool peers_slot = in_slot(target.buffer) && target.rank != rank;
+  const bool stores =
+      op.kind == Kind::Gemm && spec.transfer == Transfer::Store && peers_slot && !is_scales(target.buffer);
   if (op.kind == Kind::Put) {
     if (!peers_slot) return "it writes " + to_string(target) + ", expected the slot of a peer";
-  } else if (!stores && (target.rank != rank || target.buffer == Buffer::Input)) {
-    return "it writes " + to_string(target) + ", expected a region of its own rank other than the input";
+  } else if (!stores && (target.rank != rank || target.buffer == Buffer::Input || is_scales(target.buffer))) {
+    return "it writes " + to_string(target) + ", expected a region of its own rank other than the input and scales";
+  }
+  if (op.kind == Kind::Gemm && spec.scaled && !op.scales()) {
+    return "it reads " + to_string(op.reads[1]) + " after its first factor, expected scales";
   }
   // Main does not wait for the last call on the slot, so it must touch nothing that is not this call's alone.
-  const bool shared = target.buffer == Buffer::Slot || target.buffer == Buffer::Scratch;
+  const bool shared = in_slot(target.buffer) || target.buffer == Buffer::Scratch;
   if (op.stream == kMain && (op.reads[0].buffer != Buffer::Input || shared)) {
     return "main copies " + to_string(op.reads[0]) + " to " + to_string(target) +
            ", expected the input to what is the call's own";
@@ -119,7 +128,7 @@ std::string wrong_flag(const Spec& spec, const Op& op, int rank) {
 
 std::string wrong_op(const Spec& spec, const Op& op, int rank, int events) {
   std::string wrong = wrong_stream(spec, op);
-  if (wrong.empty()) wrong = wrong_count(op);
+  if (wrong.empty()) wrong = wrong_count(spec, op);
   if (!wrong.empty()) return wrong;
   if (op.is_data()) return wrong_data(spec, op, rank);
   if (op.kind == Kind::Notify || op.kind == Kind::Await) return wrong_flag(spec, op, rank);

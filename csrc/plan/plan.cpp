@@ -30,7 +30,7 @@ int slot_shards(const Spec& spec) {
 }
 
 int data_shard(const Spec& spec, const Region& region) {
-  if (region.buffer != Buffer::Slot || spec.algorithm != Algorithm::Direct || gathers(spec)) return region.shard;
+  if (!in_slot(region.buffer) || spec.algorithm != Algorithm::Direct || gathers(spec)) return region.shard;
   return region.shard < spec.world ? region.rank : region.shard - spec.world;
 }
 
@@ -52,7 +52,7 @@ const char* name(Taper value) {
 }
 
 const char* name(Buffer value) {
-  constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch", "copied"};
+  constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales"};
   return names[static_cast<int>(value)];
 }
 
@@ -75,6 +75,7 @@ std::string to_string(const Spec& spec) {
   if (spec.taper != Taper::None) text += std::string(", taper=") + name(spec.taper);
   if (spec.keep_gathered) text += ", keep_gathered";
   if (spec.copy_input) text += ", copy_input";
+  if (spec.scaled) text += ", scaled";
   return text + ")";
 }
 
@@ -93,8 +94,10 @@ std::string to_string(const Op& op) {
   switch (op.kind) {
     case Kind::Gemm:
       if (op.reads.empty()) return text + "nothing";
-      text += join(op.writes) + " = " + to_string(op.reads[0]) + " W^T";
-      if (op.reads.size() > 1) text += " + " + join({op.reads.begin() + 1, op.reads.end()});
+      text += join(op.writes) + " = " + to_string(op.reads[0]);
+      if (op.scales()) text += " * " + to_string(*op.scales());
+      text += " W^T";
+      if (op.c()) text += " + " + to_string(*op.c());
       return op.bias ? text + " + bias" : text;
     case Kind::Put:
     case Kind::Copy:

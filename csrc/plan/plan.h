@@ -43,11 +43,12 @@ struct Spec {
   int compute_streams = 1;     // GEMMs go round robin over these
   bool keep_gathered = false;  // all_gather_gemm: also hand out the gathered input
   bool copy_input = false;     // plain collectives: copy the input first, so that the caller may write it at once
+  bool scaled = false;         // products: rows of the input have scales, which go where the rows go
   Transfer transfer = Transfer::Copy;
   Taper taper = Taper::None;  // says nothing to a plan, which knows of no rows; all ranks must have the same
 
   auto tie() const {
-    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input,
+    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,
                     transfer, taper);
   }
 };
@@ -65,14 +66,22 @@ inline constexpr Stream kCompute = 3;
 inline constexpr int kMaxStreams = kCompute + kMaxComputeStreams;
 
 enum class Buffer : std::uint8_t {
-  Input,     // the caller's x
-  Output,    // the caller's y
-  Gathered,  // the caller's copy of the gathered input, where asked for
-  Slot,      // the symmetric buffer that peers write to
-  Scratch,   // partials of this rank on their way to a peer; nobody else sees them
-  Copied,    // this call's own copy of the input, where asked for and the output cannot take it
+  Input,       // the caller's x
+  Output,      // the caller's y
+  Gathered,    // the caller's copy of the gathered input, where asked for
+  Slot,        // the symmetric buffer that peers write to
+  Scratch,     // partials of this rank on their way to a peer; nobody else sees them
+  Copied,      // this call's own copy of the input, where asked for and the output cannot take it
+  Scales,      // the caller's: of the rows of the input
+  SlotScales,  // of the rows in the slot; a part of that memory
 };
-inline constexpr int kBuffers = 6;
+inline constexpr int kBuffers = 8;
+
+// Where the scales of what lies in Input or Slot are.
+inline Buffer scales_of(Buffer rows) { return rows == Buffer::Slot ? Buffer::SlotScales : Buffer::Scales; }
+inline bool is_scales(Buffer buffer) { return buffer == Buffer::Scales || buffer == Buffer::SlotScales; }
+// Memory that peers write to, and that calls on one slot share.
+inline bool in_slot(Buffer buffer) { return buffer == Buffer::Slot || buffer == Buffer::SlotScales; }
 
 // One chunk of one shard in a buffer of a rank. In the slot of a direct reduce-scatter `shard` is the sender; that of a
 // direct all-reduce goes on with the sums: shard s of them is world + s.
@@ -103,7 +112,7 @@ struct Flag {
 };
 
 enum class Kind : std::uint8_t {
-  Gemm,    // compute: writes[0], here or in a peer's slot, = reads[0] W^T (+ reads[1]) (+ bias)
+  Gemm,    // compute: writes[0], here or in a peer's slot, = reads[0] W^T (+ c) (+ bias); see scales() and c()
   Put,     // send: writes[0], in a peer's slot, = reads[0]
   Copy,    // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
   Reduce,  // compute: writes[0] = the sum of reads in fp32, in their order, rounded once
@@ -123,6 +132,12 @@ struct Op {
   int event = -1;     // Record, Wait; each event of a plan is recorded once
 
   bool is_data() const { return kind <= Kind::Reduce; }
+  // Of a Gemm: the scales of reads[0], and what is added; null: none.
+  const Region* scales() const { return reads.size() > 1 && is_scales(reads[1].buffer) ? &reads[1] : nullptr; }
+  const Region* c() const {
+    const std::size_t at = scales() ? 2 : 1;
+    return reads.size() > at ? &reads[at] : nullptr;
+  }
   // Whether it writes memory of a peer of rank `rank`, whose op it is.
   bool writes_peer(int rank) const { return !writes.empty() && writes[0].rank != rank; }
   auto tie() const { return std::tie(kind, stream, reads, writes, bias, flag, event); }

@@ -25,6 +25,19 @@ Span accesses_of(const Graph& graph, int call, int rank, Buffer buffer) {
   return {at(from), at(from + graph.regions_of_buffer(call))};
 }
 
+// Memory that consecutive calls share, each laying it out anew: what one has in any part of it overlaps all of
+// another's.
+const std::vector<Buffer> kShared[] = {{Buffer::Slot, Buffer::SlotScales}, {Buffer::Scratch}};
+
+std::vector<Access> accesses_of(const Graph& graph, int call, int rank, const std::vector<Buffer>& memory) {
+  std::vector<Access> found;
+  for (const Buffer buffer : memory) {
+    const Span span = accesses_of(graph, call, rank, buffer);
+    found.insert(found.end(), span.begin(), span.end());
+  }
+  return found;
+}
+
 class Collector {
  public:
   explicit Collector(const Graph& graph) : g_(graph), calls_(static_cast<int>(graph.calls.size())) {}
@@ -63,9 +76,9 @@ class Collector {
     int first = -1, last = -1, first_write = -1, last_write = -1;
   };
 
-  std::vector<Reach> reach(int call, int rank, Buffer buffer) const {
+  std::vector<Reach> reach(int call, int rank, const std::vector<Buffer>& memory) const {
     std::vector<Reach> chains;
-    for (const Access& access : accesses_of(g_, call, rank, buffer)) {
+    for (const Access& access : accesses_of(g_, call, rank, memory)) {
       const int chain = g_.nodes[access.node].chain;
       auto it = std::find_if(chains.begin(), chains.end(), [&](const Reach& r) { return r.chain == chain; });
       if (it == chains.end()) it = chains.insert(it, Reach{chain});
@@ -83,10 +96,10 @@ class Collector {
   // of its scratch memory.
   void reuse() {
     if (calls_ == 1) return;
-    for (const Buffer buffer : {Buffer::Slot, Buffer::Scratch}) {
+    for (const std::vector<Buffer>& memory : kShared) {
       for (int rank = 0; rank < g_.world; ++rank) {
         std::vector<std::vector<Reach>> of_call;
-        for (int call = 0; call < calls_; ++call) of_call.push_back(reach(call, rank, buffer));
+        for (int call = 0; call < calls_; ++call) of_call.push_back(reach(call, rank, memory));
         for (int earlier = 0; earlier < calls_; ++earlier) {
           for (int later = earlier + 1; later < calls_; ++later) reuse(of_call[earlier], of_call[later]);
         }
@@ -163,7 +176,7 @@ class Collector {
         const int to = op.kind == Kind::Notify ? op.flag.receiver : op.writes[0].rank;
         if (taken[to] >= 0) require(Rule::CreditTaken, taken[to], node);
       }
-      const auto own_slot = [&](const Region& region) { return region.buffer == Buffer::Slot && region.rank == rank; };
+      const auto own_slot = [&](const Region& region) { return in_slot(region.buffer) && region.rank == rank; };
       if ((op.kind == Kind::Await && full) || std::any_of(op.reads.begin(), op.reads.end(), own_slot) ||
           std::any_of(op.writes.begin(), op.writes.end(), own_slot)) {
         last_use[op.stream] = node;
@@ -187,15 +200,15 @@ class Collector {
 void report_reuse(const Requirement& broken, const Graph& graph, const Clocks& clocks, Report& report) {
   const Node& before = graph.nodes[broken.before];
   const Node& after = graph.nodes[broken.after];
-  for (const Buffer buffer : {Buffer::Slot, Buffer::Scratch}) {
+  for (const std::vector<Buffer>& memory : kShared) {
     for (int rank = 0; rank < graph.world; ++rank) {
-      for (const Access& a : accesses_of(graph, before.call, rank, buffer)) {
+      for (const Access& a : accesses_of(graph, before.call, rank, memory)) {
         if (graph.nodes[a.node].chain != before.chain) continue;
-        for (const Access& b : accesses_of(graph, after.call, rank, buffer)) {
+        for (const Access& b : accesses_of(graph, after.call, rank, memory)) {
           if (graph.nodes[b.node].chain != after.chain || (!a.write && !b.write)) continue;
           if (clocks.before(a.node, b.node) || !report.wants(FaultKind::Race)) continue;
           report.add(FaultKind::Race,
-                     "race on " + std::string(name(buffer)) + "@" + std::to_string(rank) +
+                     "race on " + std::string(name(memory.front())) + "@" + std::to_string(rank) +
                          " across calls: " + graph.describe(b.node) + " does not come after " + graph.describe(a.node),
                      graph.places({a.node, b.node}));
         }

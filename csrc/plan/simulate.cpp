@@ -85,6 +85,11 @@ class Simulation {
   // A chunk without rows, which executors leave out.
   bool is_empty(const Task& task) const { return task.op->is_data() && sizes_.rows(task.op->writes[0]) == 0; }
 
+  double bytes_of(const Region& region) const {
+    return static_cast<double>(sizes_.rows(region) *
+                               (is_scales(region.buffer) ? Sizes::kScaleBytes : sizes_.row_bytes));
+  }
+
   void start_next(Stream& stream, double now) {
     if (stream.next == stream.tasks.size()) return;
     const int id = stream.tasks[stream.next++];
@@ -92,12 +97,11 @@ class Simulation {
     const double start = std::max(now, task.issued);
     task.span.start = start;
     if (is_empty(task)) return finish_at(start, id);
-    const double bytes =
-        task.op->is_data() ? static_cast<double>(sizes_.rows(task.op->writes[0]) * sizes_.row_bytes) : 0;
+    const double bytes = task.op->is_data() ? bytes_of(task.op->writes[0]) : 0;
     switch (task.op->kind) {
       case Kind::Gemm: {
         const std::int64_t rows = sizes_.rows(task.op->writes[0]);
-        const GemmCost alone = gemm_cost(costs_, rows, sizes_.n, sizes_.k, task.op->reads.size() > 1);
+        const GemmCost alone = gemm_cost(costs_, rows, sizes_.n, sizes_.k, task.op->c() != nullptr);
         StoreCost cost = {alone.seconds, alone.share, 0};
         if (task.op->writes_peer(task.rank)) cost = store_cost(costs_, alone, bytes);
         task.share = cost.share;

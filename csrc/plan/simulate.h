@@ -13,8 +13,9 @@ namespace streamoverlap::plan {
 // What a plan leaves open: the rows of a region, and the widths of this call on every rank.
 struct Sizes {
   std::function<std::int64_t(const Region&)> rows;
-  std::int64_t n = 0, k = 0;   // of each rank's GEMMs
-  std::int64_t row_bytes = 0;  // of a row that is exchanged
+  std::int64_t n = 0, k = 0;                      // of each rank's GEMMs
+  std::int64_t row_bytes = 0;                     // of a row that is exchanged
+  static constexpr std::int64_t kScaleBytes = 4;  // of a row's scale
 };
 
 struct Span {

@@ -10,10 +10,13 @@
 namespace streamoverlap::plan {
 namespace {
 
-// A chunk of some rank's input, as it is or multiplied by the weight of that rank.
+// A chunk of some rank's input, as it is or multiplied by the weight of that rank (and by its scales, where it has
+// some); or those scales.
+enum class Of : std::uint8_t { Input, Product, Scales };
 struct Term {
-  std::uint8_t product, rank, shard, chunk;
-  auto tie() const { return std::tie(product, rank, shard, chunk); }
+  Of of;
+  std::uint8_t rank, shard, chunk;
+  auto tie() const { return std::tie(of, rank, shard, chunk); }
 };
 
 struct Value {
@@ -22,14 +25,15 @@ struct Value {
   std::vector<Term> terms;  // of a sum, sorted
 };
 
-Term term(bool product, int rank, int shard, int chunk) {
+Term term(Of of, int rank, int shard, int chunk) {
   const auto byte = [](int value) { return static_cast<std::uint8_t>(value); };
-  return {byte(product), byte(rank), byte(shard), byte(chunk)};
+  return {of, byte(rank), byte(shard), byte(chunk)};
 }
 
 std::string text(const Term& term) {
-  return std::string(term.product ? "the product of " : "") +
-         to_string(Region{Buffer::Input, term.rank, term.shard, term.chunk});
+  const Buffer buffer = term.of == Of::Scales ? Buffer::Scales : Buffer::Input;
+  return std::string(term.of == Of::Product ? "the product of " : "") +
+         to_string(Region{buffer, term.rank, term.shard, term.chunk});
 }
 
 std::string text(const Value& value) {
@@ -62,10 +66,15 @@ class Evaluation {
   }
 
   void begin(const Node& node) {
-    for_each_chunk(node, Buffer::Input, [&](const Region& region) {
+    fill(node, Buffer::Input, Of::Input);
+    if (spec_of(node).scaled) fill(node, Buffer::Scales, Of::Scales);
+  }
+
+  void fill(const Node& node, Buffer buffer, Of of) {
+    for_each_chunk(node, buffer, [&](const Region& region) {
       Value& value = at(node, region);
       value.written = true;
-      value.terms = {term(false, node.rank, region.shard, region.chunk)};
+      value.terms = {term(of, node.rank, region.shard, region.chunk)};
     });
   }
 
@@ -92,9 +101,10 @@ class Evaluation {
     Value result;
     if (op.kind == Kind::Gemm) {
       result = product(id, at(node, op.reads[0]));
-      if (op.reads.size() > 1) {
-        const Value& c = at(node, op.reads[1]);
-        const auto raw = [](const Term& term) { return !term.product; };
+      if (op.scales()) require_scales_of(id, at(node, op.reads[0]), at(node, *op.scales()));
+      if (op.c()) {
+        const Value& c = at(node, *op.c());
+        const auto raw = [](const Term& term) { return term.of != Of::Product; };
         if (std::any_of(c.terms.begin(), c.terms.end(), raw)) {
           wrong(g_.describe(id) + " adds " + text(c) + ", expected a sum of products", {id});
         }
@@ -110,12 +120,25 @@ class Evaluation {
 
   Value product(int id, const Value& a) {
     Value result;
-    if (a.written && (a.terms.size() != 1 || a.terms[0].product || a.biases)) {
+    if (a.written && (a.terms.size() != 1 || a.terms[0].of != Of::Input || a.biases)) {
       wrong(g_.describe(id) + " multiplies " + text(a) + ", expected one chunk of an input", {id});
     }
     result.terms = a.terms;
-    for (Term& term : result.terms) term.product = 1;
+    for (Term& term : result.terms) term.of = Of::Product;
     return result;
+  }
+
+  void require_scales_of(int id, const Value& a, const Value& scales) {
+    if (!a.written || !scales.written) return;
+    std::vector<Term> expected = a.terms;
+    for (Term& term : expected) term.of = Of::Scales;
+    if (equal(scales.terms, expected)) return;
+    wrong(g_.describe(id) + " scales " + text(a) + " by " + text(scales), {id});
+  }
+
+  static bool equal(const std::vector<Term>& a, const std::vector<Term>& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                      [](const Term& one, const Term& other) { return one.tie() == other.tie(); });
   }
 
   static void add(Value& sum, const Value& more) {
@@ -130,17 +153,18 @@ class Evaluation {
   void end(const Node& node) {
     const Spec& spec = spec_of(node);
     const bool product = multiplies(spec);
+    const Of of = product ? Of::Product : Of::Input;
     std::vector<Term> expected;
     for_each_chunk(node, Buffer::Output, [&](const Region& region) {
       expected.clear();
       for (int rank = 0; rank < spec.world; ++rank) {
-        if (!gathers(spec) || rank == region.shard) expected.push_back(term(product, rank, region.shard, region.chunk));
+        if (!gathers(spec) || rank == region.shard) expected.push_back(term(of, rank, region.shard, region.chunk));
       }
       compare(node, region, expected, product ? 1 : 0);
     });
     if (!spec.keep_gathered) return;
     for_each_chunk(node, Buffer::Gathered, [&](const Region& region) {
-      compare(node, region, {term(false, region.shard, region.shard, region.chunk)}, 0);
+      compare(node, region, {term(Of::Input, region.shard, region.shard, region.chunk)}, 0);
     });
   }
 
@@ -148,22 +172,19 @@ class Evaluation {
     const Value& value = at(node, region);
     const std::string where = g_.calls.size() > 1 ? "call " + std::to_string(node.call) + " " : "";
     if (!value.written) return wrong(where + to_string(region) + ": nothing wrote it");
-    const auto equal = [](const Term& a, const Term& b) { return a.tie() == b.tie(); };
-    if (value.biases == biases &&
-        std::equal(value.terms.begin(), value.terms.end(), expected.begin(), expected.end(), equal)) {
-      return;
-    }
+    if (value.biases == biases && equal(value.terms, expected)) return;
+    const auto same = [](const Term& a, const Term& b) { return a.tie() == b.tie(); };
     if (value.biases != biases) {
       wrong(where + to_string(region) + ": the bias is added " + times(value.biases) + ", expected " + times(biases));
     }
     std::vector<Term> all = expected;
     all.insert(all.end(), value.terms.begin(), value.terms.end());
     std::sort(all.begin(), all.end(), less);
-    all.erase(std::unique(all.begin(), all.end(), equal), all.end());
+    all.erase(std::unique(all.begin(), all.end(), same), all.end());
     for (const Term& term : all) {
       const auto uses = [&](const std::vector<Term>& terms) {
         return static_cast<int>(
-            std::count_if(terms.begin(), terms.end(), [&](const Term& other) { return equal(term, other); }));
+            std::count_if(terms.begin(), terms.end(), [&](const Term& other) { return same(term, other); }));
       };
       const int used = uses(value.terms), needed = uses(expected);
       if (used == needed) continue;

@@ -52,6 +52,7 @@ void Writer::gemm(Stream stream, std::vector<Region> a_and_c, const Region& d, b
   }
   Op& op = emit(Kind::Gemm, stream);
   op.reads = std::move(a_and_c);
+  if (spec().scaled) op.reads.insert(op.reads.begin() + 1, scales(op.reads[0]));
   op.writes = {d};
   op.bias = bias;
 }
@@ -72,6 +73,11 @@ int Writer::put(const Region& from, const Region& to, int index) {
   Op& put = emit(Kind::Put, kSend);
   put.reads = {from};
   put.writes = {to};
+  if (spec().scaled && gathers(spec())) {
+    Op& with = emit(Kind::Put, kSend);
+    with.reads = {scales(from)};
+    with.writes = {scales(to)};
+  }
   emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), to.rank, index};
   return record(kSend);
 }

@@ -26,16 +26,21 @@ class Writer {
   Region slot(int shard, int chunk) const { return {Buffer::Slot, rank(), shard, chunk}; }
   static Region slot_of(int rank, int shard, int chunk) { return {Buffer::Slot, rank, shard, chunk}; }
 
+  // Of the rows in a region.
+  static Region scales(const Region& rows) { return {scales_of(rows.buffer), rows.rank, rows.shard, rows.chunk}; }
+
   // The input as it is to be read: where it was copied to, if the plan copies it.
   Region source(int shard, int chunk) const;
 
   Stream next_compute();  // round robin
 
-  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);  // with the credits, if it needs any
+  // Reads the scales of a, where it has some; takes the credits, where it stores.
+  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
   void copy(const Region& from, const Region& to, Stream stream = kSend);
 
-  // Put on the send stream and set the receiver's flag `index`. The event is reached once the flag is set.
+  // Put on the send stream, of gathered rows with their scales, and set the receiver's flag `index`. The event is
+  // reached once the flag is set.
   int put(const Region& from, const Region& to, int index);
   // The same of what a Gemm stored in the receiver's slot, once `stored` is reached.
   int notify(int receiver, int index, int stored);

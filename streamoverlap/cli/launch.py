@@ -49,11 +49,27 @@ def launch(function: Callable, world: int, *args: Any) -> list:
         start_method="forkserver",
     )
     try:
-        returned = elastic_launch(config, function)(*args, threads)
+        returned = elastic_launch(config, _run)(_settings(), function, *args, threads)
     except ChildFailedError as error:
         lines = [f"rank {rank} failed: {_reason(failure)}" for rank, failure in sorted(error.failures.items())]
         raise RanksFailed("\n".join(lines)) from error
     return [returned[rank] for rank in range(world)]
+
+
+def _settings() -> dict[str, str]:
+    """The variables that this package obeys: a server that was started before keeps those of then."""
+    return {name: value for name, value in os.environ.items() if _is_setting(name)}
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("STREAMOVERLAP_") or name == "XDG_CACHE_HOME"
+
+
+def _run(settings: dict[str, str], function: Callable, *args: Any) -> Any:
+    for name in filter(_is_setting, list(os.environ)):
+        del os.environ[name]
+    os.environ.update(settings)
+    return function(*args)
 
 
 def join_group(device: str, threads: int, timeout: float) -> None:

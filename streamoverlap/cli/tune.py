@@ -45,6 +45,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--shapes", metavar="FILE", type=Path, help="JSON: a list of shapes, or lists by name")
     parser.add_argument("--set", metavar="NAME", help="which list of the file (all)")
     parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="times each plan is timed (5)")
+    parser.add_argument("--graph", action="store_true", help="in CUDA graphs, for calls that are captured (cuda)")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, keep nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=run)
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     kept = path if job.save else None
     if args.json:
-        print(json.dumps({"file": kept, "world": job.world, "found": [asdict(each) for each in found]}, indent=2))
+        about = {"file": kept, "world": job.world, "graph": job.graph}
+        print(json.dumps({**about, "found": [asdict(each) for each in found]}, indent=2))
         return 0
     _print(console, found)
     console.print(f"kept in {kept}" if kept else "nothing was kept")
@@ -96,6 +98,8 @@ def _job(args: argparse.Namespace) -> Job:
             f"streamoverlap tune: --device cuda needs a GPU for each of {args.world} ranks; torch finds "
             f"{torch.cuda.device_count()}"
         )
+    if args.graph and args.device != "cuda":
+        raise UsageError("streamoverlap tune: --graph needs --device cuda: there are no CUDA graphs on the CPU")
     if (args.shape is None) == (args.shapes is None):
         raise UsageError("streamoverlap tune: expected one of --shape and --shapes")
     if args.shape is not None:
@@ -112,7 +116,7 @@ def _job(args: argparse.Namespace) -> Job:
         except ValueError as error:
             raise UsageError(f"streamoverlap tune: shape {each.name}: {error}") from error
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    return Job(args.world, args.device, dtype, args.rounds, tuple(shapes), not args.dry_run)
+    return Job(args.world, args.device, dtype, args.rounds, tuple(shapes), args.graph, not args.dry_run)
 
 
 def _read(path: Path, chosen: str | None, world: int) -> list[Shape]:

@@ -37,6 +37,7 @@ class Job:
     dtype: str
     rounds: int
     shapes: tuple[Shape, ...]
+    graph: bool
     save: bool
 
 
@@ -61,7 +62,8 @@ def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
             options = {"device": job.device, "dtype": getattr(torch, job.dtype)}
             of = sizes_of(shape.operation, job.world, shape.m, shape.n, shape.k, split=shape.as_tp, row=shape.n)
             tensors = [torch.empty(sizes, **options) for sizes in of]
-            tuned = so.tune(getattr(so, shape.operation), *tensors, rounds=job.rounds, save=job.save)
+            options = {"rounds": job.rounds, "graph": job.graph, "save": job.save}
+            tuned = so.tune(getattr(so, shape.operation), *tensors, **options)
             serial = tuned.seconds.get(so.PlanSpec("serial"))
             found.append(Found(shape, tuned.plan, tuned.seconds[tuned.plan], serial, len(tuned.seconds)))
     name = table.device_name(communicator.device)

@@ -72,6 +72,38 @@ def test_tuned_calls_are_right_and_found_again(ranks, tmp_path: Path) -> None:
         assert 0 <= gemm["algorithm"] < 8 and 0 < gemm["us"] <= gemm["first_us"]
 
 
+def tune_graph(rank: int, world: int, group, folder: str) -> dict:
+    """Tuned in graphs; `graph` is where captured calls run what was found, and eager ones do not."""
+    os.environ["STREAMOVERLAP_CACHE"] = folder
+    x, weight = inputs(rank, world)
+    wanted = product(rank, world)
+    with new_group(world) as other:
+        comm = communicator(other)
+        tuned = so.tune(so.gemm_reduce_scatter, x, weight, other, rounds=2, graph=True)
+        eager = so.gemm_reduce_scatter(x, weight, other)
+        eager_reason = comm.last_choice.reason
+        so.prepare(so.gemm_reduce_scatter, x, weight, other)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = so.gemm_reduce_scatter(x, weight, other)
+        captured = comm.last_choice
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, wanted) and torch.equal(eager, wanted)
+        meet(group)
+    return {"tuned": tuned.plan, "eager": eager_reason, "plan": captured.plan, "reason": captured.reason}
+
+
+def test_what_is_tuned_in_graphs_is_for_graphs(ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(tune_graph, str(tmp_path))
+    assert first["eager"].startswith("simulated") and first["reason"].startswith("measured")
+    assert first["tuned"] == first["plan"] == second["plan"]
+    (path,) = tmp_path.glob("*.json")
+    (plan,) = json.loads(path.read_text())["plans"]
+    assert plan["graph"] is True
+
+
 def first_use(rank: int, world: int, group, folder: str) -> tuple[str, bool]:
     os.environ["STREAMOVERLAP_CACHE"] = folder
     with new_group(world) as other:

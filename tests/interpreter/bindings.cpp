@@ -1,8 +1,11 @@
 // streamoverlap._interpreter: plans travel as plain tuples, so no type crosses from streamoverlap._C.
 //
-//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, transfer,
-//   taper) plan   = (*spec, rank, events, [op, ...]) op     = (kind, stream, [region, ...] read, [region, ...] written,
-//   bias, flag, event) region = (buffer, rank, shard, chunk) flag   = (flag_kind, sender, receiver, index)
+//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,
+//             transfer, taper)
+//   plan   = (*spec, rank, events, [op, ...])
+//   op     = (kind, stream, [region, ...] read, [region, ...] written, bias, flag, event)
+//   region = (buffer, rank, shard, chunk)
+//   flag   = (flag_kind, sender, receiver, index)
 //
 // Enumerators are numbers, in the order of csrc/plan/plan.h; streams as there.
 #include <pybind11/pybind11.h>
@@ -43,8 +46,9 @@ plan::Spec to_spec(const py::tuple& t) {
   spec.compute_streams = t[5].cast<int>();
   spec.keep_gathered = t[6].cast<bool>();
   spec.copy_input = t[7].cast<bool>();
-  spec.transfer = enumerator<plan::Transfer>("transfer", t[8], 2);
-  spec.taper = enumerator<plan::Taper>("taper", t[9], 4);
+  spec.scaled = t[8].cast<bool>();
+  spec.transfer = enumerator<plan::Transfer>("transfer", t[9], 2);
+  spec.taper = enumerator<plan::Taper>("taper", t[10], 4);
   return spec;
 }
 
@@ -76,12 +80,12 @@ plan::Op to_op(const py::tuple& t) {
 }
 
 plan::Plan to_plan(const py::tuple& t) {
-  expect_fields("plan", t, 13);
+  expect_fields("plan", t, 14);
   plan::Plan plan;
   plan.spec = to_spec(t);
-  plan.rank = t[10].cast<int>();
-  plan.events = t[11].cast<int>();
-  for (const py::handle op : t[12]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
+  plan.rank = t[11].cast<int>();
+  plan.events = t[12].cast<int>();
+  for (const py::handle op : t[13]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
   return plan;
 }
 
@@ -103,7 +107,7 @@ std::vector<std::string> interpret_tuples(const std::vector<std::vector<py::tupl
 }
 
 py::dict mutate_tuple(const py::tuple& spec_tuple, bool prune, std::size_t max_states, std::uint64_t seed) {
-  expect_fields("spec", spec_tuple, 10);
+  expect_fields("spec", spec_tuple, 11);
   const plan::Spec spec = to_spec(spec_tuple);
   Campaign c;
   {

@@ -107,8 +107,10 @@ std::optional<std::string> Machine::execute(Word* s, int id) {
 std::optional<std::string> Machine::begin(Word* values, const Step& step) {
   for (const int place : step.writes) {
     const plan::Region& region = program_.places[place].region;
-    values[place] =
-        region.buffer == Buffer::Input ? values_.raw(step.call, region.rank, region.shard, region.chunk) : kUnwritten;
+    const auto [buffer, rank, shard, chunk] = region;
+    values[place] = buffer == Buffer::Input    ? values_.raw(step.call, rank, shard, chunk)
+                    : buffer == Buffer::Scales ? values_.scales(step.call, rank, shard, chunk)
+                                               : kUnwritten;
   }
   return std::nullopt;
 }
@@ -148,7 +150,7 @@ std::optional<std::string> Machine::data(Word* values, int id) {
     memo.in = in_;
     switch (step.op->kind) {
       case Kind::Gemm:
-        memo.out = values_.gemm(in_[0], in_.size() > 1 ? in_[1] : kUnwritten, step.op->bias);
+        memo.out = product(step);
         break;
       case Kind::Reduce:
         memo.out = values_.sum(in_);
@@ -159,6 +161,13 @@ std::optional<std::string> Machine::data(Word* values, int id) {
   }
   values[step.writes[0]] = memo.out;
   return std::nullopt;
+}
+
+Value Machine::product(const Step& step) {
+  const bool scaled = program_.calls[step.call][step.rank].spec.scaled;
+  const std::size_t c = scaled ? 2 : 1;
+  const Value a = scaled && in_.size() > 1 ? values_.scaled(in_[0], in_[1]) : in_[0];
+  return values_.gemm(a, in_.size() > c ? in_[c] : kUnwritten, step.op->bias);
 }
 
 std::optional<std::string> Machine::halt(const Word* s) const {

@@ -48,6 +48,7 @@ class Machine {
   void overwrite(Word* values, const Step&);
   std::optional<std::string> end(const Word* s, int step);
   std::optional<std::string> data(Word* values, int step);
+  Value product(const Step&);  // of a Gemm whose reads are in in_
   Value expected(const plan::Spec&, int call, const plan::Region&);
 
   // What a step made of which values the last time; it is nearly always the same.

@@ -18,7 +18,7 @@ bool gathers(const plan::Spec& spec) {
 // The regions of a buffer that belong to the caller.
 std::vector<Region> caller_regions(const plan::Spec& spec, Buffer buffer, int rank) {
   const bool reduces_all = spec.operation == Operation::AllReduce || spec.operation == Operation::GemmAllReduce;
-  const bool all_shards = reduces_all || gathers(spec) != (buffer == Buffer::Input);
+  const bool all_shards = reduces_all || gathers(spec) != (buffer == Buffer::Input || buffer == Buffer::Scales);
   std::vector<Region> regions;
   for (int shard = 0; shard < spec.world; ++shard) {
     if (!all_shards && shard != rank) continue;
@@ -44,7 +44,7 @@ bool has_join(const plan::Plan& plan) {
 std::string malformed(const plan::Op& op, int rank, int world, int events) {
   if (op.stream < 0 || op.stream >= plan::kMaxStreams) return "stream " + std::to_string(op.stream);
   if (op.is_data()) {
-    const std::size_t most = op.kind == Kind::Reduce ? op.reads.size() : op.kind == Kind::Gemm ? 2 : 1;
+    const std::size_t most = op.kind == Kind::Reduce ? op.reads.size() : op.kind == Kind::Gemm ? 3 : 1;
     if (op.reads.empty() || op.reads.size() > most) return std::to_string(op.reads.size()) + " reads";
     if (op.writes.size() != 1) return std::to_string(op.writes.size()) + " writes, expected 1";
     return "";
@@ -156,9 +156,19 @@ class Program::Builder {
     return ids;
   }
 
+  // What the caller has given to the call.
+  std::vector<int> given(int call, const plan::Plan& plan) {
+    std::vector<int> ids = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
+    if (plan.spec.scaled) {
+      const auto more = places(call, caller_regions(plan.spec, Buffer::Scales, plan.rank));
+      ids.insert(ids.end(), more.begin(), more.end());
+    }
+    return ids;
+  }
+
   // The caller has just written the input, on main, and allocated the results.
   void begin(int call, const plan::Plan& plan, int chain) {
-    std::vector<int> writes = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
+    std::vector<int> writes = given(call, plan);
     const std::vector<int> garbage = results(call, plan);
     writes.insert(writes.end(), garbage.begin(), garbage.end());
     Step& step = add(Step::Type::Begin, call, plan.rank, chain);
@@ -178,7 +188,7 @@ class Program::Builder {
     ended_ = static_cast<int>(p_.steps.size());
     Step& step = add(Step::Type::End, call, plan.rank, chain);
     step.reads = results(call, plan);
-    step.writes = places(call, caller_regions(plan.spec, Buffer::Input, plan.rank));
+    step.writes = given(call, plan);
     for (const int last : last_) {
       if (last >= 0) step.joins.push_back(last);
     }
@@ -213,8 +223,9 @@ class Program::Builder {
     std::map<std::pair<Buffer, int>, std::vector<std::pair<int, bool>>> memory;
     for (std::size_t i = 0; i < accesses.size(); ++i) {
       const Region& region = p_.places[i].region;
-      if (region.buffer != Buffer::Slot && region.buffer != Buffer::Scratch) continue;
-      auto& list = memory[{region.buffer, region.rank}];
+      const Buffer buffer = region.buffer == Buffer::SlotScales ? Buffer::Slot : region.buffer;
+      if (buffer != Buffer::Slot && buffer != Buffer::Scratch) continue;
+      auto& list = memory[{buffer, region.rank}];
       list.insert(list.end(), accesses[i].begin(), accesses[i].end());
     }
     for (const auto& [key, list] : memory) {

@@ -8,8 +8,8 @@
 namespace streamoverlap::interpreter {
 
 bool Values::Term::operator<(const Term& o) const {
-  return std::tie(bias, products, call, rank, shard, chunk) <
-         std::tie(o.bias, o.products, o.call, o.rank, o.shard, o.chunk);
+  return std::tie(scale, bias, products, call, rank, shard, chunk) <
+         std::tie(o.scale, o.bias, o.products, o.call, o.rank, o.shard, o.chunk);
 }
 
 Values::Values() : terms_(1) {}  // id 0 is kUnwritten
@@ -27,6 +27,18 @@ Value Values::intern(Terms terms) {
 Value Values::raw(int call, int rank, int shard, int chunk) {
   const auto byte = [](int v) { return static_cast<std::uint8_t>(v); };
   return intern({{0, byte(call), byte(rank), byte(shard), byte(chunk), false}});
+}
+
+Value Values::scales(int call, int rank, int shard, int chunk) {
+  Terms terms = terms_[raw(call, rank, shard, chunk)];
+  terms[0].scale = true;
+  return intern(std::move(terms));
+}
+
+Value Values::scaled(Value a, Value scales) {
+  Terms own = terms_[a];
+  for (Term& term : own) term.scale = true;
+  return intern(own) == scales ? a : sum({a, scales});
 }
 
 Value Values::gemm(Value a, Value c, bool bias) {
@@ -53,8 +65,8 @@ std::string Values::text(Value value) const {
     if (term.bias) {
       text += "bias";
     } else {
-      text += "input@" + std::to_string(term.rank) + "[" + std::to_string(term.shard) + "." +
-              std::to_string(term.chunk) + "] of call " + std::to_string(term.call);
+      text += std::string(term.scale ? "scales@" : "input@") + std::to_string(term.rank) + "[" +
+              std::to_string(term.shard) + "." + std::to_string(term.chunk) + "] of call " + std::to_string(term.call);
     }
   }
   return text;

@@ -16,8 +16,11 @@ class Values {
  public:
   Values();
 
-  Value raw(int call, int rank, int shard, int chunk);  // a chunk of the input that `rank` was given in `call`
-  Value gemm(Value a, Value c, bool bias);              // a W^T + c + bias; c may be kUnwritten: no such term
+  Value raw(int call, int rank, int shard, int chunk);     // a chunk of the input that `rank` was given in `call`
+  Value scales(int call, int rank, int shard, int chunk);  // those of that chunk
+  Value gemm(Value a, Value c, bool bias);                 // a W^T + c + bias; c may be kUnwritten: no such term
+  // a times its scales: a itself, if the scales are its own; a wrong value if they are not.
+  Value scaled(Value a, Value scales);
   Value sum(const std::vector<Value>& terms);
   std::string text(Value) const;
 
@@ -25,7 +28,7 @@ class Values {
   // One summand: how many times it was multiplied by W, and which input chunk, or the bias, it is.
   struct Term {
     std::uint8_t products, call, rank, shard, chunk;
-    bool bias;
+    bool bias, scale = false;
     bool operator<(const Term&) const;
   };
   using Terms = std::vector<Term>;

@@ -29,7 +29,7 @@ class Loops : public host::Compute {
  public:
   explicit Loops(int rank) : rank_(rank) {}
 
-  void gemm(const plan::Op& op, Block a, const Block* c, Block d) override {
+  void gemm(const plan::Op& op, Block a, const Block*, const Block* c, Block d) override {
     const int* x = reinterpret_cast<const int*>(a.data);
     const int* sum = c ? reinterpret_cast<const int*>(c->data) : nullptr;
     int* y = reinterpret_cast<int*>(d.data);

@@ -115,9 +115,19 @@ class CudaBackend : public Backend {
       const LeadingDimension leading = leading_dimension(weight);
       weights_.push_back({weight.const_data_ptr(), weight.size(0), leading.stride, leading.row_major,
                           problem.biases[i] ? problem.biases[i]->const_data_ptr() : nullptr,
+                          problem.scaling ? problem.scaling->weights[i].const_data_ptr() : nullptr,
                           static_cast<std::byte*>(problem.outputs[i].mutable_data_ptr())});
     }
-    return {problem.x.scalar_type(), weights_};
+    cuda::Operands operands;
+    operands.dtype = operands.weight_dtype = problem.x.scalar_type();
+    operands.out_dtype = problem.out_dtype();
+    if (problem.scaling) {
+      operands.weight_dtype = problem.weights[0].scalar_type();
+      operands.scaling = problem.scaling->row_wise() ? cuda::Scaling::Row : cuda::Scaling::Tensor;
+      operands.fast_accumulation = problem.scaling->fast_accumulation;
+    }
+    operands.weights = weights_;
+    return operands;
   }
 
   c10::DeviceIndex device_;
