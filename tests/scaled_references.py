@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -137,3 +139,23 @@ def wrong_in(case: Case, results: list[Tensor], wanted: tuple[list[Tensor], list
         if (error > allowed).any() or error.isnan().any():
             return f"{case}: off by {error.max()}:\n{result}\n{want}"
     return None
+
+
+def sweep(operation: str, plans: Sequence[so.PlanSpec], counts: Sequence[int]) -> list[Case]:
+    """Every plan with every row count; the rest varies along the way."""
+    cases = []
+    for i, (plan, rows) in enumerate(product(plans, counts)):
+        gathers = operation == "all_gather_gemm"
+        given = {
+            "x_dtype": (E4M3, E4M3, E5M2)[i % 3],
+            "out_dtype": (None, *OUT_DTYPES)[i % 4],
+            "rows": i % 2 == 0,
+            "lead": (rows, 2) if i % 5 == 0 else (rows,),
+            "k": 32 if gathers else 16,
+            "n": (16, 32) if gathers and i % 3 == 0 else (16 * (1 + i % 3),),
+            "bias": i % 7 < 3,
+            "transposed": i % 11 < 5,
+            "seed": i,
+        }
+        cases.append(Case(operation, plan, **given))
+    return cases

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from gpu_ranks import algorithms, communicator, hold_back_in_turn, new_group
-from scaled_references import E4M3, E5M2, OPERATIONS, OUT_DTYPES, Case, call, expected, flat, inputs, wrong_in
+from scaled_references import E4M3, E5M2, OPERATIONS, Case, call, expected, flat, inputs, sweep, wrong_in
 
 import streamoverlap as so
 
@@ -26,26 +26,12 @@ def plans(operation: str, world: int) -> list[so.PlanSpec]:
     return overlapped + ([so.PlanSpec("serial")] if "serial" in algorithms(world) else [])
 
 
-def sweep(operation: str, world: int) -> list[Case]:
-    """Every plan with every row count; the rest varies along the way."""
-    cases = []
-    for i, (plan, rows) in enumerate(product(plans(operation, world), ROWS)):
-        # torch's row-wise product, which `serial` is, gives bfloat16 on some devices alone.
-        out_dtype = None if plan.algorithm == "serial" else (None, *OUT_DTYPES)[i % 4]
-        gathers = operation == "all_gather_gemm"
-        given = {
-            "x_dtype": (E4M3, E4M3, E5M2)[i % 3] if plan.algorithm != "serial" else E4M3,
-            "out_dtype": out_dtype,
-            "rows": i % 2 == 0,
-            "lead": (rows, 2) if i % 5 == 0 else (rows,),
-            "k": 32 if gathers else 16,
-            "n": (16, 32) if gathers and i % 3 == 0 else (16 * (1 + i % 3),),
-            "bias": i % 7 < 3,
-            "transposed": i % 11 < 5,
-            "seed": i,
-        }
-        cases.append(Case(operation, plan, **given))
-    return cases
+def cases_of(operation: str, world: int) -> list[Case]:
+    """torch's row-wise product, which `serial` is, gives bfloat16 on some devices alone; there x is e4m3."""
+    return [
+        replace(case, x_dtype=E4M3, out_dtype=None) if case.plan.algorithm == "serial" else case
+        for case in sweep(operation, plans(operation, world), ROWS)
+    ]
 
 
 def run_all(rank: int, world: int, group, cases: list[Case]) -> list[str]:
@@ -61,7 +47,7 @@ def run_all(rank: int, world: int, group, cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_plan_gives_the_exact_result(ranks, world: int, operation: str) -> None:
-    assert ranks(world).run(run_all, sweep(operation, world), timeout=150) == [[]] * world
+    assert ranks(world).run(run_all, cases_of(operation, world), timeout=150) == [[]] * world
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
