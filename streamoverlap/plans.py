@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_groups, check_sequence, prune
-from streamoverlap.spec import SUMS_OF_PRODUCTS
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS
 
 __all__ = [
     "KINDS",
@@ -44,9 +44,9 @@ _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
 _TRANSFERS = ("copy", "store")
 _TAPERS = ("none", "first", "last", "both")
-KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
+KINDS = ("gemm", "put", "copy", "quantise", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
-_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales", "packed")
 _FLAGS = ("full", "empty")
 
 
@@ -63,6 +63,7 @@ def build(
     scaled: bool = False,
     transfer: str = "copy",
     taper: str = "none",
+    quantised: bool = False,
     pruned: bool = True,
 ) -> list[Plan]:
     """The plans of all ranks for one operation.
@@ -76,13 +77,14 @@ def build(
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
         scaled: of products: rows of the input have scales (float8), which go where the rows go.
+        quantised: of sums by ``reduce="sum"``: partials travel in fewer bits, each row with its scale.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
     numbers, flags = (world, chunks, compute_streams), (keep_gathered, copy_input, scaled)
-    spec = Spec(operation, algorithm, reduce, *numbers, *flags, transfer, taper)
+    spec = Spec(operation, algorithm, reduce, *numbers, *flags, transfer, taper, quantised)
     return build_spec(spec, pruned=pruned)
 
 
@@ -108,6 +110,8 @@ def variants(
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
             if sums_products and (algorithm, reduction) != ("ring", "sum"):
                 yield Spec(operation, algorithm, reduction, world, parts, count, transfer="store")
+            if operation not in GATHERS and reduction == reductions[-1]:
+                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, quantised=True)
             # Scales of what is summed never travel: their plans differ from the others in what a GEMM reads alone.
             if multiplies and not keep and (not sums_products or (count, reduction) == (streams[0], "accumulate")):
                 yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, scaled=True)
@@ -129,6 +133,7 @@ def spec_options(spec: Spec) -> dict:
         "scaled": spec.scaled,
         "transfer": spec.transfer,
         "taper": spec.taper,
+        "quantised": spec.quantised,
     }
 
 
@@ -146,6 +151,7 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.scaled,
         _TRANSFERS.index(spec.transfer),
         _TAPERS.index(spec.taper),
+        spec.quantised,
     )
 
 

@@ -145,6 +145,8 @@ def problem_of(shape: Shape, weights: Sequence[Tensor]) -> table.Problem:
     dtype, layout = str(shape.dtype).removeprefix("torch."), layout_of(weights)
     if shape.scaling:
         dtype = f"{dtype}, {shape.scaling}"
+    if shape.quantised:
+        dtype = f"{dtype}, fp8 wire"
     return table.Problem(shape.operation, shape.world, *shape.sizes(), dtype, layout, shape.graph)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_plans import of_kind, writes_a_peer
 
-from streamoverlap import _C, plans
-from streamoverlap.spec import TAPERS
+from streamoverlap import _C, plans, table
+from streamoverlap.spec import TAPERS, PlanSpec, plan_of_text
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -72,3 +75,36 @@ def test_chunks_partition_the_shard(taper: str, chunks: int, shard_rows: int, mi
 def test_a_taper_halves_chunks_and_keeps_tiles_whole(taper: str, chunks: int, rows: int, sizes: list[int]) -> None:
     spec = plans.Spec("all_gather_gemm", world=2, chunks=chunks, taper=taper)
     assert [_C.chunk_rows(spec, rows, chunk, rows)[1] for chunk in range(chunks)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (PlanSpec("ring", 2, 1, "sum"), "ring,2,1,sum"),  # as versions without transfer and taper wrote it
+        (PlanSpec("ring", 2, 1, "accumulate", "store"), "ring,2,1,accumulate,store,none"),
+        (PlanSpec("direct", 3, 2, taper="both"), "direct,3,2,accumulate,copy,both"),
+    ],
+)
+def test_the_text_of_a_plan_gives_the_plan(plan: PlanSpec, text: str) -> None:
+    assert plan.to_text() == text
+    assert plan_of_text(text) == plan
+
+
+@pytest.mark.parametrize("text", ["ring,2,1,sum,copy", "ring,2,1", "ring,2,1,sum,copy,none,more", "ring"])
+def test_what_is_no_text_of_a_plan_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="expected '' or the text of a PlanSpec"):
+        plan_of_text(text)
+
+
+def test_tables_of_versions_without_these_options_are_read(tmp_path: Path) -> None:
+    old = table.Table()
+    problem = table.Problem("gemm_reduce_scatter", 2, 64, 8, 8, "float32", "row")
+    old.plans[problem] = table.TunedPlan(PlanSpec("ring", 2, 1, "sum"), 1e-4, 2e-4)
+    path = tmp_path / "table.json"
+    old.save(path, "a device")
+    document = json.loads(path.read_text())
+    for entry in document["plans"]:
+        for field in ("transfer", "taper"):
+            del entry["plan"][field]
+    path.write_text(json.dumps(document))
+    assert table.Table.read(path).plans[problem].plan == PlanSpec("ring", 2, 1, "sum")

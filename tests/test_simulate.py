@@ -178,7 +178,8 @@ def test_no_call_is_faster_than_its_gemm_or_its_bytes() -> None:
             taken = seconds(spec, costs=costs, graph=graph)
             alone = simulate.gemm_seconds(spec.operation, spec.world, M, N, K, costs=costs)
             width = K if spec.operation.startswith("all_gather") else N
-            sent = (spec.world - 1) * M // spec.world * width * 2
+            row = width if spec.quantised else width * 2
+            sent = (spec.world - 1) * M // spec.world * row
             fastest = max(bandwidth for _, bandwidth in costs.link_bandwidth)
             assert taken >= max(alone, sent / fastest) * (1 - 1e-9), spec
 
@@ -384,7 +385,7 @@ def _wait() -> Op:
 
 
 def _simulated(ranks: list[Plan], costs: Costs, shard_rows: int = M // 2) -> Timeline:
-    times = simulate._C.simulate(ranks, costs.compiled(), shard_rows, 0, N // 2, K, K * 2, True)
+    times = simulate._C.simulate(ranks, costs.compiled(), shard_rows, 0, N // 2, K, K, 2, True)
     return Timeline(tuple(ranks), tuple(map(tuple, times)), "by hand")
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool, subgroups
-from references import DTYPES, PLAIN, Case, call, can_be_built, differences, expected, inputs
+from references import DTYPES, PLAIN, Case, call, can_be_built, differences, expected, inputs, with_wire
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -72,6 +72,8 @@ def steps(seed: int) -> list[Step]:
             copy_input=operation in PLAIN and draw.random() < 0.5,
             seed=seed * ROUND + number,
         )
+        if draw.random() < 0.3:
+            case = with_wire(case)
         members = draw.choice(GROUPS)
         what = draw.choice(("wait", "wait", "thread", "then", "future", "drop"))
         slow = tuple(rank for rank in range(WORLD) if draw.random() < 0.3)

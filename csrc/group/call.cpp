@@ -34,6 +34,27 @@ Rows chunk_rows(std::int64_t shard_rows, const plan::Spec& spec, int chunk, std:
   return {begin, begins(chunk + 1) - begin};
 }
 
+void Call::pack(std::int64_t element_bytes) {
+  std::int64_t elements = row_bytes(plan::Buffer::Slot) / element_bytes;
+  if (elements < kShortRow / 2) elements = kShortRow;
+  packed_unit = elements * element_bytes;
+  views[static_cast<int>(plan::Buffer::Packed)].row_bytes = packed_row_bytes(elements);
+}
+
+namespace {
+
+// Where rows of a shard are packed.
+Block packed_block(const Call& call, const plan::Region& region, Rows rows, std::byte* base) {
+  const std::int64_t unit = call.packed_unit, row = call.row_bytes(plan::Buffer::Slot);
+  const std::int64_t packed_row = call.row_bytes(plan::Buffer::Packed);
+  const Rows packed = {rows.begin * row / unit + region.chunk, (rows.count * row + unit - 1) / unit};
+  if (region.buffer == plan::Buffer::Packed) base += call.scratch_packed_offset();
+  base += region.shard * call.packed_shard_bytes() + packed.begin * packed_row;
+  return {base, packed, region.shard, packed_row, true};
+}
+
+}  // namespace
+
 Block block_of(const Call& call, const plan::Region& region, std::byte* base) {
   const View& view = call.views[static_cast<int>(region.buffer)];
   const bool own_layout = region.buffer == plan::Buffer::Slot || region.buffer == plan::Buffer::Scratch;
@@ -46,8 +67,14 @@ Block block_of(const Call& call, const plan::Region& region, std::byte* base) {
   const std::int64_t before = plan::data_shard(spec, region) * call.shard_rows;
   const std::int64_t available = std::clamp<std::int64_t>(present - before, 0, call.shard_rows);
   const Rows rows = chunk_rows(call.shard_rows, spec, region.chunk, available);
+  if (plan::is_packed(spec, region)) return packed_block(call, region, rows, base);
   if (in_slot_scales) base += call.slot_scales_offset();
-  return {base + region.shard * shard_bytes + rows.begin * view.row_bytes, rows, region.shard, view.row_bytes};
+  std::int64_t shard = region.shard;
+  if (region.buffer == plan::Buffer::Slot) {
+    shard -= call.packed_slot_shards();
+    base += call.slot_rows_offset();
+  }
+  return {base + shard * shard_bytes + rows.begin * view.row_bytes, rows, region.shard, view.row_bytes};
 }
 
 void require_recorded_events(const plan::Plan& plan) {

@@ -33,6 +33,19 @@ std::string wrong_store(const Spec& spec) {
   return "";
 }
 
+// A Gemm neither adds what is packed nor stores packed.
+std::string wrong_quantised(const Spec& spec) {
+  if (gathers(spec)) {
+    return std::string("quantised is set for ") + name(spec.operation) +
+           "; expected only for gemm_reduce_scatter, gemm_all_reduce, reduce_scatter and all_reduce";
+  }
+  if (multiplies(spec) && spec.reduction != Reduction::Sum) {
+    return "quantised is set with reduce accumulate; expected reduce sum";
+  }
+  if (spec.transfer == Transfer::Store) return "quantised is set with transfer store; expected transfer copy";
+  return "";
+}
+
 }  // namespace
 
 Shards shards_of(const Spec& spec, Buffer buffer, int rank) {
@@ -54,6 +67,7 @@ std::string wrong_spec(const Spec& spec) {
             "; expected only for all_gather, reduce_scatter and all_reduce";
   }
   if (wrong.empty() && spec.transfer == Transfer::Store) wrong = wrong_store(spec);
+  if (wrong.empty() && spec.quantised) wrong = wrong_quantised(spec);
   if (wrong.empty() && spec.scaled && !multiplies(spec)) {
     wrong = std::string("scaled is set for ") + name(spec.operation) + "; expected only for products";
   }

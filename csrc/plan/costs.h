@@ -11,8 +11,6 @@
 
 namespace streamoverlap::plan {
 
-inline constexpr int kKinds = 8;
-
 // Seconds, bytes, bytes/s and FLOP/s.
 struct Costs {
   double gemm_flops = 1;  // of a full wave of tiles
@@ -25,8 +23,8 @@ struct Costs {
   double put_latency = 0;
   double store_efficiency = 1;  // of that bandwidth, for a Gemm that stores in a peer's slot
   double copy_bandwidth = 1;    // bytes copied
-  double copy_latency = 0;      // also of a Reduce
-  double reduce_bandwidth = 1;  // bytes read and written
+  double copy_latency = 0;      // also of a Reduce and a Quantise
+  double reduce_bandwidth = 1;  // bytes read and written, also of a Quantise
   double notify = 0, await = 0, record = 0, wait = 0;
   double flag_latency = 0;                // from the end of a Notify until its flag is seen at the peer
   std::array<double, kKinds> issue = {};  // CPU time by Kind

@@ -27,7 +27,7 @@ Span accesses_of(const Graph& graph, int call, int rank, Buffer buffer) {
 
 // Memory that consecutive calls share, each laying it out anew: what one has in any part of it overlaps all of
 // another's.
-const std::vector<Buffer> kShared[] = {{Buffer::Slot, Buffer::SlotScales}, {Buffer::Scratch}};
+const std::vector<Buffer> kShared[] = {{Buffer::Slot, Buffer::SlotScales}, {Buffer::Scratch, Buffer::Packed}};
 
 std::vector<Access> accesses_of(const Graph& graph, int call, int rank, const std::vector<Buffer>& memory) {
   std::vector<Access> found;

@@ -85,10 +85,7 @@ class Simulation {
   // A chunk without rows, which executors leave out.
   bool is_empty(const Task& task) const { return task.op->is_data() && sizes_.rows(task.op->writes[0]) == 0; }
 
-  double bytes_of(const Region& region) const {
-    return static_cast<double>(sizes_.rows(region) *
-                               (is_scales(region.buffer) ? Sizes::kScaleBytes : sizes_.row_bytes));
-  }
+  double bytes_of(const Region& region) const { return static_cast<double>(sizes_.bytes(region)); }
 
   void start_next(Stream& stream, double now) {
     if (stream.next == stream.tasks.size()) return;
@@ -111,9 +108,11 @@ class Simulation {
       case Kind::Put:
         task.link = 1;
         return share_after(start + costs_.put_latency, bytes / link_bandwidth(costs_, bytes), id);
+      case Kind::Quantise:
       case Kind::Reduce: {
         task.share = 1;
-        const double touched = bytes * static_cast<double>(task.op->reads.size() + 1);
+        double touched = bytes;
+        for (const Region& region : task.op->reads) touched += bytes_of(region);
         return share_after(start + costs_.copy_latency, touched / costs_.reduce_bandwidth, id);
       }
       case Kind::Copy:

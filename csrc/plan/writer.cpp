@@ -69,6 +69,12 @@ void Writer::copy(const Region& from, const Region& to, Stream stream) {
   op.writes = {to};
 }
 
+void Writer::quantise(const Region& from, const Region& to) {
+  Op& op = emit(Kind::Quantise, kSend);
+  op.reads = {from};
+  op.writes = {to};
+}
+
 int Writer::put(const Region& from, const Region& to, int index) {
   Op& put = emit(Kind::Put, kSend);
   put.reads = {from};

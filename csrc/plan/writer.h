@@ -23,6 +23,7 @@ class Writer {
   Region output(int shard, int chunk) const { return {Buffer::Output, rank(), shard, chunk}; }
   Region gathered(int shard, int chunk) const { return {Buffer::Gathered, rank(), shard, chunk}; }
   Region scratch(int shard, int chunk) const { return {Buffer::Scratch, rank(), shard, chunk}; }
+  Region packed(int shard, int chunk) const { return {Buffer::Packed, rank(), shard, chunk}; }
   Region slot(int shard, int chunk) const { return {Buffer::Slot, rank(), shard, chunk}; }
   static Region slot_of(int rank, int shard, int chunk) { return {Buffer::Slot, rank, shard, chunk}; }
 
@@ -38,6 +39,7 @@ class Writer {
   void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
   void copy(const Region& from, const Region& to, Stream stream = kSend);
+  void quantise(const Region& from, const Region& to);
 
   // Put on the send stream, of gathered rows with their scales, and set the receiver's flag `index`. The event is
   // reached once the flag is set.

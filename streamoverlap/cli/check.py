@@ -133,6 +133,8 @@ def _spec_args(spec: plans.Spec) -> SpecArgs:
         spec.copy_input,
         spec.scaled,
         spec.transfer,
+        spec.taper,
+        spec.quantised,
     )
 
 
