@@ -25,7 +25,7 @@ DOCS_ENVIRONMENT := $(if $(VENV),$(VENV)-docs/.complete)
 BUILT := build/.built-$(subst /,-,$(PY))
 # Folders too: their times change when a file in them comes or goes.
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
-CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-all bench-async bench-layers clean distclean
 

@@ -19,6 +19,7 @@ import torch
 
 import streamoverlap as so
 from streamoverlap import simulate
+from streamoverlap.spec import spec_of
 
 
 def measured(result: dict) -> Iterator[tuple[so.PlanSpec, float]]:
@@ -38,7 +39,7 @@ def predicted(result: dict, plan: so.PlanSpec, world: int, costs: simulate.Costs
     if plan.algorithm == "serial":
         seconds = simulate.serial_seconds(operation, world, *sizes, **of, **options)
     else:
-        timeline = simulate.simulate(simulate.spec_of(plan, operation, world), *sizes, **of, **options)
+        timeline = simulate.simulate(spec_of(operation, plan, world), *sizes, **of, **options)
         seconds = simulate.predicted_seconds(timeline)
     return seconds / simulate.gemm_seconds(operation, world, *sizes, **of)
 

@@ -24,6 +24,7 @@ class Options(NamedTuple):
     parameter: Parameter | None = None  # whose main_grad takes the gradient of the one weight
     save_gathered: bool = False  # of an all-gather-GEMM: for the backward pass
     of_call: dict[str, Any] = {}  # noqa: RUF012  the timeout and streams of the forward call; nobody writes it
+    quantised: bool = False  # what the forward call sums travels as float8
 
     @property
     def weight_gradient(self) -> WeightGradient | None:
@@ -199,8 +200,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _call(operation: str, options: Options, *tensors: Tensor | None) -> Tensor:
-    comm = options.exchange.on(tensors[0], lambda world: getattr(_C, f"validate_{operation}")(*tensors, world))
-    return getattr(comm, operation)(*tensors, options.exchange.plan, **options.of_call)
+    wire = {"quantised": True} if options.quantised else {}  # all_gather knows none
+    validate = getattr(_C, f"validate_{operation}")
+    comm = options.exchange.on(tensors[0], lambda world: validate(*tensors, world=world, **wire))
+    return getattr(comm, operation)(*tensors, options.exchange.plan, **options.of_call, **wire)
 
 
 def _save(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor) -> None:

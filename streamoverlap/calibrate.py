@@ -41,7 +41,9 @@ def calibrate(base: Costs) -> tuple[Costs, list[str]]:
     else:
         found.update(_link())
     sources = {**base.sources, **{constant: f"measured on {name} by --calibrate" for constant in found}}
-    sources["issue"] = "gemm, copy, put, reduce: measured by --calibrate from Python, an upper bound; others kept"
+    sources["issue"] = (
+        "gemm, copy, put, quantise, reduce: measured by --calibrate in Python, an upper bound; others kept"
+    )
     return replace(base, **found, device=f"{name}, torch {torch.__version__}", sources=sources), kept
 
 

@@ -17,7 +17,7 @@ from streamoverlap import _C, simulate
 from streamoverlap.call import current_mode
 from streamoverlap.intercept import Asked
 from streamoverlap.scaling import name_of
-from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, Choice, PlanSpec
+from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, TAPERS, TRANSFERS, Choice, PlanSpec, spec_of
 
 _COSTS = "h200"  # there are no others yet
 # Rates of GEMMs over that of bfloat16, which the costs have. Assumed: an H200's data sheet, without TF32; nobody has
@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     graph: bool = False  # captured in a CUDA graph, so that issuing it costs nothing
     out_dtype: torch.dtype | None = None  # None: that of x
     scaling: str = ""  # of float8
+    quantised: bool = False  # partials travel as float8
 
     def sizes(self) -> tuple[int, int, int]:
         return self.m, self.n, self.k
@@ -55,7 +56,7 @@ class Shape(NamedTuple):
     def shared(self) -> tuple:
         """What all ranks know: their weights may differ in the size that is their own."""
         width = self.k if self.operation in GATHERS else self.n
-        return self.operation, self.m, width, str(self.dtype), self.compute_streams, self.scaling
+        return self.operation, self.m, width, str(self.dtype), self.compute_streams, self.scaling, self.quantised
 
     @property
     def exchanged_bytes(self) -> int:
@@ -65,7 +66,12 @@ class Shape(NamedTuple):
 
 
 def shape_of(
-    operation: str, world: int, x: Tensor, weights: Sequence[Tensor], scaling: _C.Scaling | None = None
+    operation: str,
+    world: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scaling: _C.Scaling | None = None,
+    quantised: bool = False,
 ) -> Shape:
     """Of valid arguments."""
     gathers = operation in GATHERS
@@ -75,7 +81,7 @@ def shape_of(
     else:
         rows, row = x.shape[0], prod(x.shape[1:])
         m, n, k = (rows * world, 1, row) if gathers else (rows, row, 1)
-    shape = Shape(operation, world, m, n, k, x.dtype)
+    shape = Shape(operation, world, m, n, k, x.dtype, quantised=quantised)
     return shape if scaling is None else shape._replace(out_dtype=scaling.out_dtype, scaling=name_of(scaling))
 
 
@@ -90,17 +96,23 @@ def predicted(shape: Shape, plan: PlanSpec) -> float:
     options = {"costs": costs, "dtype_bytes": shape.exchanged_bytes, "graph": shape.graph}
     if plan.algorithm == "serial":
         return simulate.serial_seconds(shape.operation, shape.world, *shape.sizes(), **options)
-    spec = simulate.spec_of(plan, shape.operation, shape.world, bool(shape.scaling))
+    spec = spec_of(shape.operation, plan, shape.world, scaled=bool(shape.scaling), quantised=shape.quantised)
     return simulate.predicted_seconds(simulate.simulate(spec, *shape.sizes(), **options))
 
 
 @lru_cache(maxsize=256)
-def ranked(shape: Shape) -> list[tuple[float, PlanSpec]]:
-    """Predicted seconds of the overlapped plans worth trying, the fastest first."""
+def ranked(shape: Shape, stores: bool = False) -> list[tuple[float, PlanSpec]]:
+    """Predicted seconds of the overlapped plans worth trying, the fastest first.
+
+    Those that store are among them only if asked for: what a store costs nobody has measured, so they are for the tuner
+    to try, not for a prediction to choose.
+    """
     tried = [
         plan
-        for plan in simulate.candidates(shape.operation)
-        if shape.world * plan.chunks <= _C.MAX_CHUNKS and plan.compute_streams <= shape.compute_streams
+        for plan in simulate.candidates(shape.operation, shape.quantised)
+        if shape.world * plan.chunks <= _C.MAX_CHUNKS
+        and plan.compute_streams <= shape.compute_streams
+        and (stores or plan.transfer == "copy")
     ]
     return sorted(((predicted(shape, plan), plan) for plan in tried), key=lambda each: each[0])
 
@@ -220,7 +232,7 @@ class Chooser:
         return choice
 
     def bucket(self, asked: Asked, graph: bool) -> Shape:
-        shape = shape_of(asked.operation, self._world, asked.x, asked.weights, asked.scaling)
+        shape = shape_of(asked.operation, self._world, asked.x, asked.weights, asked.scaling, asked.quantised)
         return shape._replace(compute_streams=asked.compute_streams, graph=graph).bucket()
 
     def found(self, shape: Shape, choice: Choice) -> None:
@@ -257,7 +269,8 @@ class Chooser:
 def _key(asked: Asked) -> tuple:
     layouts = [(weight.shape, weight.stride()) for weight in asked.weights]
     x, scaling = asked.x, name_of(asked.scaling)
-    return (asked.operation, x.dtype, x.shape, asked.compute_streams, is_for_graph(asked), scaling, *layouts)
+    kinds = asked.compute_streams, is_for_graph(asked), scaling, asked.quantised
+    return (asked.operation, x.dtype, x.shape, *kinds, *layouts)
 
 
 def is_for_graph(asked: Asked) -> bool:
@@ -285,8 +298,11 @@ def _shipped() -> simulate.Costs:
 
 def _code(plan: PlanSpec) -> int:
     algorithm, reduction = ALGORITHMS.index(plan.algorithm), REDUCTIONS.index(plan.reduce)
-    return (plan.chunks << 8) | (plan.compute_streams << 4) | (reduction << 2) | algorithm
+    transfer, taper = TRANSFERS.index(plan.transfer), TAPERS.index(plan.taper)
+    shape = (plan.chunks << 8) | (plan.compute_streams << 4)  # chunks have 7 bits, streams 2
+    return (taper << 17) | (transfer << 16) | shape | (reduction << 2) | algorithm
 
 
 def _plan(code: int) -> PlanSpec:
-    return PlanSpec(ALGORITHMS[code & 3], code >> 8, code >> 4 & 15, REDUCTIONS[code >> 2 & 3])
+    ways = REDUCTIONS[code >> 2 & 3], TRANSFERS[code >> 16 & 1], TAPERS[code >> 17]
+    return PlanSpec(ALGORITHMS[code & 3], code >> 8 & 0xFF, code >> 4 & 15, *ways)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from streamoverlap.intercept import Asked, Intercepted, is_intercepting
 from streamoverlap.meeting import Meeting, attempt, first_error
 from streamoverlap.places import device_of, gpu_uuid, host_id, resolve_group, type_of
 from streamoverlap.plan_source import PlanSource
-from streamoverlap.spec import SUMS_OF_PRODUCTS, Choice, PlanSpec
+from streamoverlap.spec import Choice, PlanSpec, spec_of
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
@@ -232,10 +232,12 @@ class Communicator:
         bias: Tensor | None,
         plan: PlanSpec | None,
         scaling: _C.Scaling | None = None,
+        quantised: bool = False,
         **options: Any,
     ) -> Tensor | Work:
-        identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world, scaling)
-        call = self._call(Asked(operation, x, (weight,), (bias,), identity, scaling=scaling), plan, **options)
+        identity = partial(getattr(_C, f"validate_{operation}"), x, weight, bias, self.world, scaling, quantised)
+        asked = Asked(operation, x, (weight,), (bias,), identity, scaling=scaling, quantised=quantised)
+        call = self._call(asked, plan, **options)
         if call.overlapped:
             return call.finish(*getattr(call.impl, operation)(x, weight, bias, call.spec, call.options, scaling))
         on = self._enter_serial(identity(), call)
@@ -244,11 +246,19 @@ class Communicator:
 
     @_own_call
     def _exchange(
-        self, operation: str, x: Tensor, plan: PlanSpec | None, copy_input: bool = False, **options: Any
+        self,
+        operation: str,
+        x: Tensor,
+        plan: PlanSpec | None,
+        copy_input: bool = False,
+        quantised: bool = False,
+        **options: Any,
     ) -> Tensor | Work:
         """A plain collective, which has the same name everywhere."""
-        identity = partial(getattr(_C, f"validate_{operation}"), x, self.world)
-        call = self._call(Asked(operation, x, (), (), identity, copy_input=copy_input), plan, **options)
+        wire = {"quantised": True} if quantised else {}  # all_gather knows none
+        identity = partial(getattr(_C, f"validate_{operation}"), x, self.world, **wire)
+        asked = Asked(operation, x, (), (), identity, copy_input=copy_input, quantised=quantised)
+        call = self._call(asked, plan, **options)
         if call.overlapped:
             return call.finish(*getattr(call.impl, operation)(x, call.spec, call.options))
         on = self._enter_serial(identity(), call)
@@ -455,8 +465,8 @@ class Communicator:
     def _spec_of(self, asked: Asked, plan: PlanSpec) -> _C.Spec | None:
         if plan.algorithm == "serial":
             return None
-        scaled = asked.scaling is not None
-        return _spec(asked.operation, plan, self.world, asked.keep_gathered, asked.copy_input, scaled)
+        flags = asked.keep_gathered, asked.copy_input, asked.scaling is not None, asked.quantised
+        return spec_of(asked.operation, plan, self.world, *flags)
 
     def _again(self, asked: Asked, plan: PlanSpec, mode: Mode = PLAIN) -> object:
         """Makes a call that was asked for, with that plan."""
@@ -464,6 +474,8 @@ class Communicator:
         with in_mode(mode):
             if asked.weights:
                 options["scaling"] = asked.scaling
+            if asked.quantised:
+                options["quantised"] = True
             if asked.operation == "all_gather_gemm":
                 gathers = asked.keep_gathered
                 return self.all_gather_gemm(asked.x, asked.weights, asked.biases, gathers, **options)
@@ -552,20 +564,6 @@ def _allocate(
 
 def _tensors_of(scaling: _C.Scaling | None) -> list[Tensor]:
     return [] if scaling is None else [scaling.x, *scaling.weights]
-
-
-@lru_cache(maxsize=1024)
-def _spec(
-    operation: str,
-    plan: PlanSpec,
-    world: int,
-    keep_gathered: bool = False,
-    copy_input: bool = False,
-    scaled: bool = False,
-) -> _C.Spec:
-    reduce = plan.reduce if operation in SUMS_OF_PRODUCTS else "accumulate"  # ignored, so no mismatch either
-    chunks, streams = plan.chunks, plan.compute_streams
-    return _C.Spec(operation, plan.algorithm, reduce, world, chunks, streams, keep_gathered, copy_input, scaled)
 
 
 @atexit.register

@@ -16,9 +16,11 @@ _SHOWN = 4  # ranks, where none are asked for
 
 # Okabe and Ito's colours, which colour-blind people tell apart: https://jfly.uni-koeln.de/color/
 _BLUE, _GREEN, _ORANGE, _SKY, _VERMILION = "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#D55E00"
+_PURPLE = "#CC79A7"
 _LOOKS = {
     "gemm": ("GEMM", _BLUE),
     "reduce": ("Reduce", _GREEN),
+    "quantise": ("Quantise", _PURPLE),
     "put": ("Put", _ORANGE),
     "copy": ("Copy", _SKY),
     "await": ("Await, Wait", "#D9D9D9"),
@@ -254,7 +256,7 @@ def _told(fault: Fault) -> str:
 
 def _label(op) -> str:
     """What a bar says if there is room: whose rows, or where they go."""
-    if op.kind not in ("gemm", "reduce", "put", "copy"):
+    if op.kind not in ("gemm", "quantise", "reduce", "put", "copy"):
         return ""
     region = op.writes[0]
     chunk = f"{region.shard}.{region.chunk}"

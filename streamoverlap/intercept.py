@@ -31,6 +31,7 @@ class Asked(NamedTuple):
     copy_input: bool = False
     streams: StreamSet | None = None
     scaling: _C.Scaling | None = None
+    quantised: bool = False  # partials travel as float8
 
     @property
     def compute_streams(self) -> int:

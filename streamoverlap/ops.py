@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from streamoverlap.communicator import Communicator, one_call
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
 from streamoverlap.scaling import scaling_of
-from streamoverlap.spec import PlanSpec
+from streamoverlap.spec import PlanSpec, is_quantised
 from streamoverlap.streams import StreamSet
 from streamoverlap.traced import traceable
 from streamoverlap.work import Work
@@ -127,6 +128,7 @@ def gemm_reduce_scatter(
     scale_weight: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    wire: str | None = None,
     plan: PlanSpec | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
@@ -144,6 +146,8 @@ def gemm_reduce_scatter(
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
         scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
             partial products travel, and are summed, in out_dtype.
+        wire: ``"fp8"``: partial products travel as float8_e4m3fn, each row with a scale of its own, and are summed in
+            float32; see docs/fp8.md for the error. Not of float64. Equal on all ranks. Gradients travel as they are.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -153,7 +157,8 @@ def gemm_reduce_scatter(
         As `all_gather_gemm`.
     """
     scaling = scaling_of(scale_x, scale_weight, out_dtype, use_fast_accum)
-    return _sum_of_products("gemm_reduce_scatter", x, weight, group, bias, scaling, plan, async_op, timeout, streams)
+    options = (plan, async_op, timeout, streams)
+    return _sum_of_products("gemm_reduce_scatter", x, weight, group, bias, scaling, wire, *options)
 
 
 @traceable(traced.sum_of_products("gemm_all_reduce"))
@@ -168,6 +173,7 @@ def gemm_all_reduce(
     scale_weight: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    wire: str | None = None,
     plan: PlanSpec | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
@@ -186,6 +192,7 @@ def gemm_all_reduce(
         bias: ``[N]``, the whole bias, the same on every rank; added exactly once.
         scale_x, scale_weight, out_dtype, use_fast_accum: as in `all_gather_gemm`. Each rank scales its own slices;
             partial products travel, and are summed, in out_dtype.
+        wire: as in `gemm_reduce_scatter`; the sums travel as they are.
         plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -196,7 +203,8 @@ def gemm_all_reduce(
         As `all_gather_gemm`.
     """
     scaling = scaling_of(scale_x, scale_weight, out_dtype, use_fast_accum)
-    return _sum_of_products("gemm_all_reduce", x, weight, group, bias, scaling, plan, async_op, timeout, streams)
+    options = (plan, async_op, timeout, streams)
+    return _sum_of_products("gemm_all_reduce", x, weight, group, bias, scaling, wire, *options)
 
 
 @traceable(traced.plain("all_gather"))
@@ -237,6 +245,7 @@ def reduce_scatter(
     *,
     plan: PlanSpec | None = None,
     copy_input: bool = False,
+    wire: str | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
     streams: StreamSet | None = None,
@@ -248,6 +257,8 @@ def reduce_scatter(
             float64, bfloat16 or float16. Low-precision sums are taken in float32 and rounded once (``"direct"``) or
             once a hop (``"ring"``).
         copy_input: as in `all_gather`.
+        wire: ``"fp8"``: as in `gemm_reduce_scatter`, with x for partial products. Of an x whose rows have fewer than
+            512 elements, 1024 share a scale.
         group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -256,7 +267,7 @@ def reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    return _exchange("reduce_scatter", x, group, plan, copy_input, async_op, timeout, streams)
+    return _exchange("reduce_scatter", x, group, plan, copy_input, async_op, timeout, streams, wire)
 
 
 @traceable(traced.plain("all_reduce"))
@@ -267,6 +278,7 @@ def all_reduce(
     *,
     plan: PlanSpec | None = None,
     copy_input: bool = False,
+    wire: str | None = None,
     async_op: bool = False,
     timeout: float | timedelta | None = None,
     streams: StreamSet | None = None,
@@ -281,6 +293,7 @@ def all_reduce(
         x: at least one dimension, the same shape on every rank; dim 0 need not be a multiple of the group's size.
             float32, float64, bfloat16 or float16, summed as in `reduce_scatter`.
         copy_input: as in `all_gather`.
+        wire: as in `reduce_scatter`; the sums travel as they are.
         group, plan, async_op, timeout, streams: as in `all_gather_gemm`.
 
     Returns:
@@ -293,7 +306,7 @@ def all_reduce(
         >>> works = [so.all_reduce(bucket, group, async_op=True) for bucket in gradients]
         >>> sums = [work.wait() for work in works]
     """
-    return _exchange("all_reduce", x, group, plan, copy_input, async_op, timeout, streams)
+    return _exchange("all_reduce", x, group, plan, copy_input, async_op, timeout, streams, wire)
 
 
 def prepare(function: Callable, *args, **kwargs) -> Any:
@@ -345,6 +358,7 @@ def _sum_of_products(
     group: dist.ProcessGroup | None,
     bias: Tensor | None,
     scaling: _C.Scaling | None,
+    wire: str | None,
     plan: PlanSpec | None,
     async_op: bool,
     timeout: float | timedelta | None,
@@ -356,11 +370,12 @@ def _sum_of_products(
         _expect_tensor("bias", bias)
     device = _device(x)
     validate_options(device, plan, async_op, timeout, streams)
+    quantised = is_quantised(wire)
     if scaling is None and needs_gradient(x, weight, bias) and not async_op:
-        return getattr(autograd, operation)(_options(group, plan, timeout, streams), x, weight, bias)
+        return getattr(autograd, operation)(_options(group, plan, timeout, streams, quantised), x, weight, bias)
     validate = getattr(_C, f"validate_{operation}")
-    comm = Communicator.of(group, device, lambda world: validate(x, weight, bias, world, scaling))
-    options = {"async_op": async_op, "timeout": timeout, "streams": streams}
+    comm = Communicator.of(group, device, lambda world: validate(x, weight, bias, world, scaling, quantised))
+    options = {"async_op": async_op, "timeout": timeout, "streams": streams, "quantised": quantised}
     return getattr(comm, operation)(x, weight, bias, plan, scaling=scaling, **options)
 
 
@@ -373,15 +388,18 @@ def _exchange(
     async_op: bool,
     timeout: float | timedelta | None,
     streams: StreamSet | None,
+    wire: str | None = None,
 ) -> Tensor | Work:
     """A plain collective, which has the same name everywhere."""
     device = _device(x)
     validate_options(device, plan, async_op, timeout, streams, copy_input=copy_input)
+    quantised = is_quantised(wire)
     if needs_gradient(x) and not async_op:
-        return autograd.exchange(_options(group, plan, timeout, streams), operation, x)
-    comm = Communicator.of(group, device, lambda world: getattr(_C, f"validate_{operation}")(x, world))
-    exchange = getattr(comm, operation)
-    return exchange(x, plan, copy_input=copy_input, async_op=async_op, timeout=timeout, streams=streams)
+        return autograd.exchange(_options(group, plan, timeout, streams, quantised), operation, x)
+    validate = partial(getattr(_C, f"validate_{operation}"), x, **({"quantised": True} if quantised else {}))
+    comm = Communicator.of(group, device, lambda world: validate(world=world))
+    options = {"copy_input": copy_input, "async_op": async_op, "timeout": timeout, "streams": streams}
+    return getattr(comm, operation)(x, plan, **options, quantised=quantised)
 
 
 def _options(
@@ -389,8 +407,10 @@ def _options(
     plan: PlanSpec | None,
     timeout: float | timedelta | None,
     streams: StreamSet | None,
+    quantised: bool = False,
 ) -> Options:
-    return Options(Exchange(resolve_group(group), plan), of_call={"timeout": timeout, "streams": streams})
+    of_call = {"timeout": timeout, "streams": streams}
+    return Options(Exchange(resolve_group(group), plan), of_call=of_call, quantised=quantised)
 
 
 def _expect_tensor(argument: str, value: object) -> None:

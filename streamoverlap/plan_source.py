@@ -75,7 +75,7 @@ class PlanSource:
         choice = self._without_asking(plan) or self._chooser.own(asked)
         spec, seconds = comm._spec_of(asked, choice.plan), None
         if comm.device_type == "cuda" and has_data(asked):
-            shape = shape_of(asked.operation, comm.world, asked.x, asked.weights, asked.scaling)
+            shape = shape_of(asked.operation, comm.world, asked.x, asked.weights, asked.scaling, asked.quantised)
             seconds = predicted(shape, choice.plan)
         traced = None
         if spec is not None:

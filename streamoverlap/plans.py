@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_groups, check_sequence, prune
-from streamoverlap.spec import SUMS_OF_PRODUCTS
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS
 
 __all__ = [
     "KINDS",
@@ -42,9 +42,11 @@ OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_sc
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
-KINDS = ("gemm", "put", "copy", "reduce", "notify", "await", "record", "wait")
+_TRANSFERS = ("copy", "store")
+_TAPERS = ("none", "first", "last", "both")
+KINDS = ("gemm", "put", "copy", "quantise", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
-_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales")
+_BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales", "packed")
 _FLAGS = ("full", "empty")
 
 
@@ -59,6 +61,9 @@ def build(
     keep_gathered: bool = False,
     copy_input: bool = False,
     scaled: bool = False,
+    transfer: str = "copy",
+    taper: str = "none",
+    quantised: bool = False,
     pruned: bool = True,
 ) -> list[Plan]:
     """The plans of all ranks for one operation.
@@ -66,17 +71,20 @@ def build(
     Args:
         operation: one of `OPERATIONS`.
         world: ranks, 1 to 64.
-        algorithm, chunks, compute_streams, reduce: as in `streamoverlap.PlanSpec` ("serial" has no plan).
+        algorithm, chunks, compute_streams, reduce, transfer, taper: as in `streamoverlap.PlanSpec` ("serial" has no
+            plan).
         keep_gathered: all_gather_gemm also hands out the gathered input.
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
         scaled: of products: rows of the input have scales (float8), which go where the rows go.
+        quantised: of sums by ``reduce="sum"``: partials travel in fewer bits, each row with its scale.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
         ValueError: naming the argument, what it was and what was expected.
     """
-    spec = Spec(operation, algorithm, reduce, world, chunks, compute_streams, keep_gathered, copy_input, scaled)
+    numbers, flags = (world, chunks, compute_streams), (keep_gathered, copy_input, scaled)
+    spec = Spec(operation, algorithm, reduce, *numbers, *flags, transfer, taper, quantised)
     return build_spec(spec, pruned=pruned)
 
 
@@ -89,7 +97,7 @@ def build_spec(spec: Spec, *, pruned: bool = True) -> list[Plan]:
 def variants(
     world: int, chunks: Sequence[int] = (1, 2, 3, 4), compute_streams: Sequence[int] = (1, 2, 3)
 ) -> Iterator[Spec]:
-    """Every builder with every option at this world size."""
+    """Every builder with every option at this world size; but `taper`, which changes no plan."""
     for operation, algorithm, parts in product(OPERATIONS, _ALGORITHMS, chunks):
         multiplies = "gemm" in operation
         sums_products = operation in SUMS_OF_PRODUCTS
@@ -100,9 +108,15 @@ def variants(
         copies = (False,) if multiplies else (False, True)
         for count, reduction, keep, copy in product(streams, reductions, keeps, copies):
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
+            if sums_products and (algorithm, reduction) != ("ring", "sum"):
+                yield Spec(operation, algorithm, reduction, world, parts, count, transfer="store")
+            if operation not in GATHERS and reduction == reductions[-1]:
+                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, quantised=True)
             # Scales of what is summed never travel: their plans differ from the others in what a GEMM reads alone.
             if multiplies and not keep and (not sums_products or (count, reduction) == (streams[0], "accumulate")):
-                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, True)
+                yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, scaled=True)
+                if sums_products:
+                    yield Spec(operation, algorithm, reduction, world, parts, count, scaled=True, transfer="store")
 
 
 def spec_options(spec: Spec) -> dict:
@@ -117,6 +131,9 @@ def spec_options(spec: Spec) -> dict:
         "keep_gathered": spec.keep_gathered,
         "copy_input": spec.copy_input,
         "scaled": spec.scaled,
+        "transfer": spec.transfer,
+        "taper": spec.taper,
+        "quantised": spec.quantised,
     }
 
 
@@ -132,6 +149,9 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.keep_gathered,
         spec.copy_input,
         spec.scaled,
+        _TRANSFERS.index(spec.transfer),
+        _TAPERS.index(spec.taper),
+        spec.quantised,
     )
 
 

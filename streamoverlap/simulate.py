@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from streamoverlap import _C, plans
 from streamoverlap.plans import KINDS
-from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, PlanSpec
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, PlanSpec, spec_of
 from streamoverlap.timeline import Timeline
 
 _SHIPPED = Path(__file__).with_name("costs")
@@ -30,6 +30,7 @@ _UNITS = {
     "tile_m": "rows",
     "tile_n": "columns",
     "gemm_accumulate": "factor",
+    "store_efficiency": "factor",
     "link_bandwidth": "[bytes, bytes/s]",
     "copy_bandwidth": "bytes/s",
     "reduce_bandwidth": "bytes/s",
@@ -49,13 +50,14 @@ class Costs:
         gemm_accumulate: factor of a GEMM that reads C, 1 or more.
         link_bandwidth: of a Put alone on its links: (bytes, bytes/s), sizes rising; in between linear in the logarithm
             of the size, constant beyond the ends.
-        put_latency, copy_latency: before the bytes move; copy_latency also before a Reduce.
+        put_latency, copy_latency: before the bytes move; copy_latency also before a Reduce or Quantise.
         copy_bandwidth: bytes copied inside a GPU.
-        reduce_bandwidth: bytes read and written.
+        reduce_bandwidth: bytes read and written, of a Reduce or Quantise.
         notify, await_, record, wait: on the stream; "await" in files.
         flag_latency: from the end of a notify until a peer sees the flag.
         issue: CPU time by kind of op.
         serial_latency, serial_bandwidth: of the group's own collective, by the bytes a rank sends.
+        store_efficiency: of link_bandwidth, for a GEMM that stores in a peer's slot: a factor of at most 1.
         device: what was measured.
         sources: by constant, where it comes from.
 
@@ -82,6 +84,7 @@ class Costs:
     issue: dict[str, float]
     serial_latency: float
     serial_bandwidth: float
+    store_efficiency: float = 0.8  # files of older versions have none
     device: str = ""
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -127,8 +130,12 @@ class Costs:
             raise ValueError(f"{source} is neither a file nor a device with shipped constants ({names})")
         try:
             document = json.loads(path.read_text())
-            constants = document["constants"]
+            constants = {
+                "store_efficiency": {"value": cls.store_efficiency, "source": "assumed"},
+                **document["constants"],
+            }
             values = {name: constants[_in_file(name)]["value"] for name in _names()}
+            values["issue"] = {"quantise": values["issue"]["reduce"], **values["issue"]}
             sources = {name: constants[_in_file(name)]["source"] for name in _names()}
             values["link_bandwidth"] = tuple((size, rate) for size, rate in values["link_bandwidth"])
             for name, text in {"device": document["device"], **sources}.items():
@@ -246,7 +253,7 @@ def simulate(
     local = local_problem(spec.operation, spec.world, m, n, k, as_tp)
     missing = spec.world * local.shard_rows - local.rows
     times = _C.simulate(
-        ranks, costs.compiled(), local.shard_rows, missing, local.n, local.k, local.row * dtype_bytes, graph
+        ranks, costs.compiled(), local.shard_rows, missing, local.n, local.k, local.row, dtype_bytes, graph
     )
     issued = "in a CUDA graph" if graph else "issued by the CPU"
     title = f"{spec}, M={m} N={n} K={k}, {issued}, simulated on {costs.device or 'given costs'}"
@@ -286,17 +293,27 @@ def serial_seconds(
     return exchange + issue + gemm_seconds(operation, world, m, n, k, costs=costs, as_tp=as_tp)
 
 
-def spec_of(plan: PlanSpec, operation: str, world: int, scaled: bool = False) -> plans.Spec:
-    """The plan of an overlapped PlanSpec."""
-    streams = plan.compute_streams
-    return plans.Spec(operation, plan.algorithm, plan.reduce, world, plan.chunks, streams, scaled=scaled)
+def candidates(operation: str, quantised: bool = False) -> list[PlanSpec]:
+    """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum.
 
+    `quantised`: of partials that travel as float8, which a Reduce sums.
 
-def candidates(operation: str) -> list[PlanSpec]:
-    """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum."""
+    And those few of the other options that were seen to win by more than 1 % over benchmarks/shapes.json on 2, 4 and 8
+    ranks.
+    """
+    algorithms = ("direct", "ring")
     streams = (1,) if operation == "all_gather" else (1, 2)
-    reductions = ("accumulate", "sum") if operation in SUMS_OF_PRODUCTS else ("accumulate",)
-    return [PlanSpec(*each) for each in product(("direct", "ring"), (1, 2, 4, 8), streams, reductions)]
+    sums = operation in SUMS_OF_PRODUCTS
+    reductions = (("sum",) if quantised else ("accumulate", "sum")) if sums else ("accumulate",)
+    found = [PlanSpec(*each) for each in product(algorithms, (1, 2, 4, 8), streams, reductions)]
+    if "gemm" not in operation:
+        return found
+    tapers = ((3, "both"), (3, "first"), (3, "last"), (2, "first" if sums else "last"))
+    for algorithm, (chunks, taper), reduce in product(algorithms, tapers, reductions):
+        found.append(PlanSpec(algorithm, chunks, 2, reduce, taper=taper))
+    if sums and not quantised:
+        found += [PlanSpec("direct", *each, transfer="store") for each in product((1, 2), (2,), reductions)]
+    return found
 
 
 def best(
@@ -310,11 +327,12 @@ def best(
     dtype_bytes: int = 2,
     graph: bool = False,
     as_tp: int | None = None,
+    quantised: bool = False,
 ) -> list[tuple[PlanSpec, float]]:
     """All `candidates` and ``serial`` with their predicted seconds, the fastest first; arguments as of `simulate`."""
     options = {"costs": costs, "dtype_bytes": dtype_bytes, "graph": graph, "as_tp": as_tp}
     ranking = [(PlanSpec("serial"), serial_seconds(operation, world, m, n, k, **options))]
-    for plan in candidates(operation):
-        timeline = simulate(spec_of(plan, operation, world), m, n, k, **options)
+    for plan in candidates(operation, quantised):
+        timeline = simulate(spec_of(operation, plan, world, quantised=quantised), m, n, k, **options)
         ranking.append((plan, predicted_seconds(timeline)))
     return sorted(ranking, key=lambda each: each[1])

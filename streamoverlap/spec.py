@@ -11,8 +11,10 @@ from streamoverlap import _C
 
 ALGORITHMS = ("direct", "ring", "serial")
 REDUCTIONS = ("accumulate", "sum")
+TRANSFERS = ("copy", "store")
+TAPERS = ("none", "first", "last", "both")
 GATHERS = ("all_gather_gemm", "all_gather")  # the operations whose x is a shard of what is exchanged
-SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")  # the operations that PlanSpec.reduce is for
+SUMS_OF_PRODUCTS = ("gemm_reduce_scatter", "gemm_all_reduce")  # those that PlanSpec.reduce and transfer are for
 
 
 def _expect_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -37,7 +39,12 @@ class PlanSpec:
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
             (``"ring"``). Partial products travel in the dtype of the result. For gemm_reduce_scatter and
-            gemm_all_reduce; ignored elsewhere.
+            gemm_all_reduce; ignored elsewhere, and with ``wire="fp8"``, which sums.
+        transfer: how a partial product gets to the peer that needs it: ``"copy"``, by the copy engine, or ``"store"``,
+            by the GEMM itself. For gemm_reduce_scatter and gemm_all_reduce; ignored elsewhere, and with ``wire="fp8"``,
+            which copies. A ring stores only where it accumulates.
+        taper: which chunks of a shard have half the rows of the others: ``"none"``, the ``"first"``, the ``"last"`` or
+            ``"both"``. What is sent first or arrives last hides behind nothing, so it had better be small.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -47,16 +54,23 @@ class PlanSpec:
     chunks: int = 1
     compute_streams: int = 1
     reduce: str = "accumulate"
+    transfer: str = "copy"
+    taper: str = "none"
 
     def __post_init__(self) -> None:
         _expect_one_of("algorithm", self.algorithm, ALGORITHMS)
         _expect_one_of("reduce", self.reduce, REDUCTIONS)
+        _expect_one_of("transfer", self.transfer, TRANSFERS)
+        _expect_one_of("taper", self.taper, TAPERS)
         _expect_range("chunks", self.chunks, _C.MAX_CHUNKS)
         _expect_range("compute_streams", self.compute_streams, _C.MAX_COMPUTE_STREAMS)
 
     def to_text(self) -> str:
         """As registered ops take it, which know no class of this package."""
-        return f"{self.algorithm},{self.chunks},{self.compute_streams},{self.reduce}"
+        text = f"{self.algorithm},{self.chunks},{self.compute_streams},{self.reduce}"
+        if (self.transfer, self.taper) != ("copy", "none"):  # else as versions without them wrote it
+            text += f",{self.transfer},{self.taper}"
+        return text
 
 
 @lru_cache
@@ -64,11 +78,36 @@ def plan_of_text(text: str) -> PlanSpec | None:
     """The PlanSpec that `PlanSpec.to_text` gave; None, the default, for an empty text."""
     if not text:
         return None
-    match = re.fullmatch(r"(\w+),(\d+),(\d+),(\w+)", text)
+    match = re.fullmatch(r"(\w+),(\d+),(\d+),(\w+)(?:,(\w+),(\w+))?", text)
     if match is None:
         raise ValueError(f"plan is {text!r}; expected '' or the text of a PlanSpec, such as {PlanSpec().to_text()!r}")
-    algorithm, chunks, compute_streams, reduce = match.groups()
-    return PlanSpec(algorithm, int(chunks), int(compute_streams), reduce)
+    algorithm, chunks, compute_streams, *ways = filter(None, match.groups())
+    return PlanSpec(algorithm, int(chunks), int(compute_streams), *ways)
+
+
+def is_quantised(wire: object) -> bool:
+    """Of the argument `wire` of an op."""
+    if wire is not None and wire != "fp8":
+        raise ValueError(f"wire is {wire!r}; expected 'fp8' or None")
+    return wire is not None
+
+
+@lru_cache(maxsize=1024)
+def spec_of(
+    operation: str,
+    plan: PlanSpec,
+    world: int,
+    keep_gathered: bool = False,
+    copy_input: bool = False,
+    scaled: bool = False,
+    quantised: bool = False,
+) -> _C.Spec:
+    """The plan of an overlapped PlanSpec; what it ignores is the same for all, so that there is no mismatch either."""
+    reduce, transfer = "accumulate", "copy"
+    if operation in SUMS_OF_PRODUCTS:
+        reduce, transfer = ("sum", "copy") if quantised else (plan.reduce, plan.transfer)
+    numbers, flags = (world, plan.chunks, plan.compute_streams), (keep_gathered, copy_input, scaled)
+    return _C.Spec(operation, plan.algorithm, reduce, *numbers, *flags, transfer, plan.taper, quantised)
 
 
 class Choice(NamedTuple):

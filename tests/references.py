@@ -2,13 +2,15 @@
 
 The integers are so small that every product, partial sum and result is one that the dtype holds exactly
 (bfloat16 up to 256, float16 up to 2048), so no order of summing rounds, and results are compared with ``==``,
-without tolerance.
+without tolerance. What travels as float8 is of multiples of 7 that have powers of two between them: each row's scale is
+then a power of two, and all its values are ones that float8 holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -16,9 +18,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import streamoverlap as so
-from streamoverlap.spec import SUMS_OF_PRODUCTS
+from streamoverlap.spec import SUMS_OF_PRODUCTS, TAPERS, TRANSFERS
 
 PLAIN = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def can_be_built(plan: so.PlanSpec) -> bool:
+    return (plan.algorithm, plan.reduce, plan.transfer) != ("ring", "sum", "store")
+
+
+def with_wire(case: Case) -> Case:
+    """The same with partials that travel as float8, if it has any that can."""
+    gathers = case.operation.startswith("all_gather")
+    return case if gathers or case.dtype == torch.float64 else replace(case, wire="fp8")
+
+
+def overlapped_plans(operation: str, chunks: Iterable[int], streams: Iterable[int]) -> Iterator[so.PlanSpec]:
+    """Every plan with these; the tapers, which change only how many rows there are of what, vary along the way."""
+    sums = operation in SUMS_OF_PRODUCTS
+    reductions, transfers = (("accumulate", "sum"), TRANSFERS) if sums else (("accumulate",), ("copy",))
+    tapers = cycle((*TAPERS, "none"))
+    for options in product(("direct", "ring"), chunks, streams, reductions, transfers):
+        plan = so.PlanSpec(*options, taper=next(tapers))
+        if can_be_built(plan):
+            yield plan
+
 
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 DTYPES = tuple(_EXACT)
@@ -39,6 +63,7 @@ class Case:
     column_major: bool = False
     gathered: bool = False
     copy_input: bool = False  # of the plain collectives; then x is overwritten as soon as the call has been made
+    wire: str | None = None  # of operations that sum
     seed: int = 0
 
 
@@ -63,12 +88,35 @@ def inputs(case: Case, rank: int, world: int) -> Inputs:
     def integers(shape: Iterable[int], generator: torch.Generator = source) -> Tensor:
         return torch.randint(-high, high + 1, tuple(shape), generator=generator).to(case.dtype)
 
-    x = integers((*lead, case.k))
-    weights = [integers((n, case.k)) for n in case.n] if multiplies else []
+    if case.wire is None:
+        x = integers((*lead, case.k))
+        weights = [integers((n, case.k)) for n in case.n] if multiplies else []
+    else:
+        x, weights = _quantisable(case, rank, world, lead, source)
     if case.column_major:
         weights = [weight.t().contiguous().t() for weight in weights]
     biases = [integers((n,), shared if sums else source) for n in case.n] if multiplies and case.bias else []
     return Inputs(x, weights, biases)
+
+
+def _quantisable(
+    case: Case, rank: int, world: int, lead: tuple[int, ...], source: torch.Generator
+) -> tuple[Tensor, list[Tensor]]:
+    """Every partial is 0 or +-7, 14 or 28; where sums of some ranks travel, too, all but one rank have 0."""
+
+    def sevens(shape: tuple[int, ...]) -> Tensor:
+        sizes = 7 * 2 ** torch.randint(0, 3, shape, generator=source)
+        return (sizes * torch.randint(-1, 2, shape, generator=source)).to(case.dtype)
+
+    def is_own(size: int) -> Tensor:
+        alone = case.plan is None or case.plan.algorithm == "ring"
+        return torch.arange(size) % world == rank if alone else torch.ones(size, dtype=torch.bool)
+
+    if "gemm" not in case.operation:
+        x = sevens((*lead, case.k))
+        return x * is_own(x.numel()).view(x.shape), []
+    x = torch.eye(case.k, dtype=case.dtype)[torch.randint(0, case.k, lead, generator=source)]
+    return x, [sevens((n, case.k)) * is_own(n)[:, None] for n in case.n]
 
 
 def _high(case: Case, ranks: int) -> int:
@@ -109,6 +157,8 @@ def call(
     """Makes the call on a group, or on a communicator; the results in the order of `expected`, or a Work of them."""
     if case.operation in PLAIN:
         options["copy_input"] = case.copy_input
+    if case.wire is not None:
+        options |= {"quantised": True} if isinstance(on, so.Communicator) else {"wire": case.wire}
     found = (_call_communicator if isinstance(on, so.Communicator) else _call_group)(case, given, on, options)
     if case.copy_input:
         given.x.fill_(77)

@@ -46,6 +46,12 @@ def test_it_heeds_the_streams_there_are_and_slots_of_64_chunks() -> None:
     assert chooser.fastest(shape("gemm_reduce_scatter", 64)).plan.chunks == 1
 
 
+def test_a_plan_that_stores_is_tried_but_not_chosen_unmeasured() -> None:
+    few = shape("gemm_all_reduce", 8, m=64)
+    assert chooser.ranked(few, stores=True)[0][1].transfer == "store"
+    assert {plan.transfer for _, plan in chooser.ranked(few)} == {"copy"} == {chooser.fastest(few).plan.transfer}
+
+
 def test_a_slow_dtype_has_less_to_hide() -> None:
     half, single = (chooser.predicted(shape(dtype=dtype), so.PlanSpec()) for dtype in (torch.float16, torch.float32))
     assert single > 5 * half

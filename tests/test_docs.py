@@ -290,13 +290,14 @@ def predicted_row(operation: str, shape: list[int], world: int) -> list[str]:
     gemm = simulate.gemm_seconds(operation, world, *shape, costs=costs)
     ranking = simulate.best(operation, world, *shape, costs=costs, graph=True)
     seconds = dict(ranking)
-    best = ranking[0][0]
+    best = next(plan for plan, _ in ranking if plan.transfer == "copy")
     numbers = [seconds[plan] / gemm for plan in (so.PlanSpec("serial"), so.PlanSpec(), best)]
     which = [
         best.algorithm,
         f"{best.chunks} chunks" if best.chunks > 1 else "",
         f"{best.compute_streams} compute streams" if best.compute_streams > 1 else "",
         best.reduce if operation != "all_gather_gemm" else "",
+        f"taper {best.taper}" if best.taper != "none" else "",
     ]
     return [*(f"{number:.2f}" for number in numbers), ", ".join(filter(None, which))]
 

@@ -4,12 +4,12 @@ import pytest
 
 from streamoverlap import _interpreter, plans
 
-GEMM, PUT, COPY, REDUCE, NOTIFY, AWAIT, RECORD, WAIT = range(8)
+GEMM, PUT, COPY, QUANTISE, REDUCE, NOTIFY, AWAIT, RECORD, WAIT = range(9)
 MAIN, SEND, RECV, COMPUTE = range(4)
 INPUT, OUTPUT, GATHERED, SLOT, SCRATCH = range(5)
 FULL, EMPTY = range(2)
 NO_FLAG = (FULL, -1, -1, 0)
-ALL_GATHER, DIRECT, ACCUMULATE = 2, 1, 0
+ALL_GATHER, DIRECT, ACCUMULATE, COPIES, EVEN, AS_IT_IS = 2, 1, 0, 0, 0, False
 
 
 def data(kind, stream, read, written):
@@ -56,7 +56,8 @@ def call(change=None, ranks=(0, 1), copy_input=False):
         ops = good_ops(rank)
         if change is not None and rank in ranks:
             ops = change(ops, rank) or ops
-        both.append((ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, False, rank, 5, list(ops.values())))
+        spec = (ALL_GATHER, DIRECT, ACCUMULATE, 2, 1, 1, False, copy_input, False, COPIES, EVEN, AS_IT_IS)
+        both.append((*spec, rank, 5, list(ops.values())))
     return both
 
 
@@ -183,7 +184,7 @@ def test_exchange_held_up_by_the_caller():
         at = names.index("return credit")
         return {name: joined[name] for name in [*names[:at], "join send", "joined", "recv after joined", *names[at:]]}
 
-    breaks([[(*plan[:10], 6, plan[11]) for plan in call(change)]], "the exchange is held up")
+    breaks([[(*plan[:13], 6, plan[14]) for plan in call(change)]], "the exchange is held up")
 
 
 def test_says_so_where_it_cannot_decide():
@@ -196,9 +197,9 @@ def test_says_so_where_it_cannot_decide():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda plan: plan[:9], "plan has 9 fields; expected 12"),
+        (lambda plan: plan[:9], "plan has 9 fields; expected 15"),
         (lambda plan: (7, *plan[1:]), "operation is 7; expected 0 to 5"),
-        (lambda plan: (*plan[:11], [(9, *plan[11][0][1:])]), "kind is 9; expected 0 to 7"),
+        (lambda plan: (*plan[:14], [(9, *plan[14][0][1:])]), "kind is 9; expected 0 to 8"),
     ],
 )
 def test_bad_tuples_are_refused(spoil, message):
@@ -220,8 +221,10 @@ def test_builders_pass_in_every_interleaving(world, pruned):
 )
 @pytest.mark.parametrize("pruned", [False, True])
 def test_checker_misses_no_mutant(operation, scaled, pruned):
-    for algorithm in ("ring", "direct"):
-        spec = plans.Spec(operation, algorithm, world=2, scaled=scaled)
+    for spec in plans.variants(2, chunks=(1,), compute_streams=(1,)):
+        others = spec.keep_gathered or spec.copy_input or spec.reduction != "accumulate"
+        if (spec.operation, spec.scaled) != (operation, scaled) or others:
+            continue
         counts = _interpreter.mutate(plans.spec_tuple(spec), prune=pruned)
         assert counts["missed"] == 0, counts["missed_texts"]
         assert counts["undecided"] == 0

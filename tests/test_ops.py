@@ -12,10 +12,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import subgroups
-from references import DTYPES, PLAIN, SUMS_OF_PRODUCTS, Case, call, differences, expected, inputs, verify
+from references import (
+    DTYPES,
+    PLAIN,
+    Case,
+    call,
+    can_be_built,
+    differences,
+    expected,
+    inputs,
+    overlapped_plans,
+    verify,
+)
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
+from streamoverlap.spec import TAPERS
 
 WORLDS = (1, 2, 3, 4, 8)
 ROWS = (7, 1, 12, 0, 2)  # none that 5 divides; fewer than chunks; zero; one
@@ -26,11 +38,9 @@ def sweep(operation: str, world: int, dtype: torch.dtype) -> Iterator[Case]:
     thorough = dtype == torch.float32 and world <= 3
     chunks = (1, 2, 3, 5) if world <= 4 else (1, 3)
     streams = (1, 2, 3) if thorough else (2,)
-    reductions = ("accumulate", "sum") if operation in SUMS_OF_PRODUCTS else ("accumulate",)
-    overlapped = (so.PlanSpec(*options) for options in product(("direct", "ring"), chunks, streams, reductions))
     rows = ROWS if world <= 4 else ROWS[:3]
     numbers = count()
-    for plan, lead in product((so.PlanSpec("serial"), *overlapped), rows):
+    for plan, lead in product((so.PlanSpec("serial"), *overlapped_plans(operation, chunks, streams)), rows):
         i = next(numbers)
         yield Case(
             operation,
@@ -79,7 +89,9 @@ cases = st.builds(
         chunks=st.integers(1, 9),
         compute_streams=st.integers(1, 3),
         reduce=st.sampled_from(["accumulate", "sum"]),
-    ),
+        transfer=st.sampled_from(["copy", "copy", "store"]),
+        taper=st.sampled_from(TAPERS),
+    ).filter(can_be_built),
     dtype=st.sampled_from(DTYPES),
     lead=st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple),
     k=st.integers(1, 20),
@@ -268,3 +280,27 @@ def explicit(rank: int, world: int, group) -> None:
 
 def test_an_explicit_communicator_has_the_same_ops(ranks) -> None:
     ranks(2).run(explicit)
+
+
+def many_rows(rank: int, world: int, group) -> None:
+    """Enough for chunks of whole tiles, of a size of their own each."""
+    for seed, (operation, taper) in enumerate(product(OPERATIONS, TAPERS)):
+        plan = so.PlanSpec("direct", 3, 2, taper=taper, transfer="store" if seed % 2 else "copy")
+        verify(Case(operation, plan, lead=(700 + seed,), k=3, n=(4,), bias=True, seed=seed), rank, world, group)
+
+
+def test_chunks_of_whole_tiles_are_right(ranks) -> None:
+    ranks(2).run(many_rows)
+
+
+def a_ring_that_cannot_store(rank: int, world: int, group) -> None:
+    plan = so.PlanSpec("ring", reduce="sum", transfer="store")
+    with pytest.raises(ValueError, match="transfer is store with algorithm ring and reduce sum; expected reduce accum"):
+        so.gemm_reduce_scatter(torch.ones(4, 3), torch.ones(2, 3), group, plan=plan)
+    y = so.all_gather_gemm(torch.ones(4, 3), torch.ones(2, 3), group, plan=plan)  # where it is ignored
+    assert torch.equal(y, torch.full((4 * world, 2), 3.0))
+    verify(Case("gemm_reduce_scatter", so.PlanSpec("ring", transfer="store")), rank, world, group)
+
+
+def test_a_plan_that_stores_what_is_no_product_is_refused(ranks) -> None:
+    ranks(2).run(a_ring_that_cannot_store)

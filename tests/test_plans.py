@@ -18,6 +18,10 @@ def of_kind(plan: Plan, *kinds: str) -> list[Op]:
     return [op for op in plan.ops if op.kind in kinds]
 
 
+def writes_a_peer(op: Op, rank: int) -> bool:
+    return any(region.rank != rank for region in op.writes)
+
+
 def as_rows(put: Op) -> tuple[list[Region], list[Region]]:
     """What a Put of scales reads and writes, as that of their rows would."""
     buffers = {"scales": "input", "slot_scales": "slot"}
@@ -57,6 +61,7 @@ def test_variants_cover_every_operation_and_option() -> None:
         "keep_gathered": {False, True},
         "copy_input": {False, True},
         "scaled": {False, True},
+        "transfer": {"copy", "store"},
     }.items():
         assert {getattr(spec, field) for spec in specs} == values
 
@@ -89,11 +94,12 @@ def test_a_sum_of_products_takes_the_own_shard_last_and_adds_the_bias_there(worl
 def test_only_what_must_travel_travels(world: int) -> None:
     for spec, ranks in built(world):
         for plan in ranks:
-            puts = [put for put in of_kind(plan, "put") if put.writes[0].buffer == "slot"]
+            puts = [op for op in plan.ops if writes_a_peer(op, plan.rank) and op.writes[0].buffer == "slot"]
+            assert all(put.kind == "put" or (put.kind, spec.transfer) == ("gemm", "store") for put in puts)
             of_scales = [put for put in of_kind(plan, "put") if put.writes[0].buffer == "slot_scales"]
             scaled = spec.scaled and spec.operation == "all_gather_gemm"
             assert [as_rows(put) for put in of_scales] == ([(put.reads, put.writes) for put in puts] if scaled else [])
-            assert len(puts) + len(of_scales) == len(of_kind(plan, "put"))
+            assert spec.transfer == "store" or len(puts) + len(of_scales) == len(of_kind(plan, "put"))
             exchanges = 2 if spec.operation.endswith("all_reduce") else 1
             assert len(puts) == exchanges * (world - 1) * spec.chunks
             assert all(put.writes[0].rank != plan.rank for put in puts)
@@ -117,7 +123,7 @@ def test_credits_are_taken_before_the_first_put_and_returned_once(world: int) ->
             assert sorted(plan.ops[i].flag.receiver for i in taken) == sorted(peers)
             assert sorted(plan.ops[i].flag.sender for i in given) == sorted(peers)
             if world > 1:
-                assert max(taken) < kinds.index("put")
+                assert max(taken) < min(i for i, op in enumerate(plan.ops) if writes_a_peer(op, plan.rank))
                 assert all(plan.ops[i].stream == "send" for i in taken)
                 assert min(given) > max(i for i, kind in enumerate(kinds) if kind in ("gemm", "put", "copy", "reduce"))
 
@@ -309,6 +315,13 @@ def test_two_plans_are_equal_when_all_they_say_is() -> None:
         ({"chunks": 0}, "chunks is 0; expected 1 to 64"),
         ({"compute_streams": 4}, "compute_streams is 4; expected 1 to 3"),
         ({"reduce": "mean"}, "reduce is 'mean'; expected one of accumulate, sum"),
+        ({"transfer": "put"}, "transfer is 'put'; expected one of copy, store"),
+        ({"transfer": "store"}, "transfer is store for all_gather_gemm; expected copy: only gemm_reduce_scatter and"),
+        (
+            {"operation": "gemm_all_reduce", "algorithm": "ring", "reduce": "sum", "transfer": "store"},
+            "transfer is store with algorithm ring and reduce sum; expected reduce accumulate",
+        ),
+        ({"taper": "middle"}, "taper is 'middle'; expected one of none, first, last, both"),
         ({"operation": "all_gather", "keep_gathered": True}, "keep_gathered is set for all_gather"),
         ({"operation": "all_gather", "scaled": True}, "scaled is set for all_gather; expected only for products"),
         ({"keep_gathered": True, "scaled": True}, "scaled and keep_gathered are set; expected one of them"),

@@ -7,15 +7,17 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch.distributed as dist
 from ranks import subgroups
-from references import DTYPES, PLAIN, Case, verify
+from references import DTYPES, PLAIN, SUMS_OF_PRODUCTS, Case, can_be_built, verify, with_wire
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
+from streamoverlap.spec import TAPERS
 
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 
@@ -32,7 +34,11 @@ def mixed_calls(count: int, seed: int, algorithms: Iterable[str] = ("direct", "r
             draw.randint(1, 4),
             draw.randint(1, 3),
             draw.choice(("accumulate", "sum")),
+            taper=draw.choice(TAPERS),
         )
+        stored = replace(plan, transfer="store")
+        if can_be_built(stored) and draw.random() < 0.3:
+            plan = stored
         calls.append(
             Case(
                 "all_gather" if large else operation,
@@ -48,7 +54,7 @@ def mixed_calls(count: int, seed: int, algorithms: Iterable[str] = ("direct", "r
                 seed=1000 * seed + i,
             )
         )
-    return calls
+    return [with_wire(case) if case.seed % 3 == 0 else case for case in calls]
 
 
 def hold_back(comm: so.Communicator, rank: int, world: int, number: int) -> None:
@@ -115,11 +121,21 @@ def test_the_sequence_has_every_pair_in_a_row() -> None:
 
 
 def test_any_two_plans_in_a_row_on_one_slot(ranks) -> None:
-    kinds = [*product(OPERATIONS, ("direct", "ring"), (1, 2))]
+    kinds = [*product(OPERATIONS, ("direct", "ring"), (1, 2), ("copy",))]
+    kinds += product(SUMS_OF_PRODUCTS, ("direct", "ring"), (2,), ("store",))
+    kinds += product(("reduce_scatter", "gemm_all_reduce"), ("direct", "ring"), (2,), ("fp8",))
     sequence = every_pair_in_a_row(kinds)
     calls = [
-        Case(operation, so.PlanSpec(algorithm, chunks, 2), lead=(3 + i % 4,), k=4 + i % 5, bias=True, seed=i)
-        for i, (operation, algorithm, chunks) in enumerate(sequence)
+        Case(
+            operation,
+            so.PlanSpec(algorithm, chunks, 2, transfer=way if way != "fp8" else "copy"),
+            lead=(3 + i % 4,),
+            k=4 + i % 5,
+            bias=True,
+            wire=way if way == "fp8" else None,
+            seed=i,
+        )
+        for i, (operation, algorithm, chunks, way) in enumerate(sequence)
     ]
     assert len(calls) == len(kinds) ** 2 + 1
     undelayed = ranks(3).run(run_on_one_slot, calls, False)

@@ -74,6 +74,24 @@ def test_a_gemm_reduce_scatter_of_two_sends_the_peers_half_first() -> None:
     assert seconds(spec) == pytest.approx(half + put(M / 2, N) + half)  # the sum waits for the peer's partial
 
 
+def test_a_gemm_that_stores_takes_the_longer_of_its_tiles_and_their_way() -> None:
+    spec = Spec("gemm_reduce_scatter", world=2, transfer="store")
+    half, sent = gemm(M / 2, N, K / 2), put(M / 2, N)
+    near = {"rel": 2e-3}  # the first tile is made before it goes, the last one goes after it is made
+    slow = replace(FREE, store_efficiency=0.5)
+    assert seconds(spec, costs=slow) == pytest.approx(2 * sent + half, **near)
+    fast = replace(FREE, link_bandwidth=((1.0, 1e15),))
+    assert seconds(spec, costs=fast) == pytest.approx(2 * half, **near)
+    waves = replace(FREE, tile_m=M // 2, tile_n=N, store_efficiency=1.0)  # all tiles of a product are one
+    assert seconds(spec, costs=waves) > half + sent
+
+
+def test_two_gemms_that_store_share_the_link() -> None:
+    spec = Spec("gemm_reduce_scatter", world=2, compute_streams=2, chunks=2, transfer="store")
+    one, two = (_simulated(_storing(spec, streams), FREE) for streams in (["compute0"] * 2, ["compute0", "compute1"]))
+    assert max(end for _, end in one.times[0]) == pytest.approx(max(end for _, end in two.times[0]), rel=2e-3)
+
+
 def test_costs_of_sync_ops_add_up_along_the_path() -> None:
     costs = replace(FREE, put_latency=1.0, notify=0.1, flag_latency=0.01, await_=0.001, gemm_latency=10.0, wait=1e-4)
     ranks = [
@@ -160,7 +178,8 @@ def test_no_call_is_faster_than_its_gemm_or_its_bytes() -> None:
             taken = seconds(spec, costs=costs, graph=graph)
             alone = simulate.gemm_seconds(spec.operation, spec.world, M, N, K, costs=costs)
             width = K if spec.operation.startswith("all_gather") else N
-            sent = (spec.world - 1) * M // spec.world * width * 2
+            row = width if spec.quantised else width * 2
+            sent = (spec.world - 1) * M // spec.world * row
             fastest = max(bandwidth for _, bandwidth in costs.link_bandwidth)
             assert taken >= max(alone, sent / fastest) * (1 - 1e-9), spec
 
@@ -239,6 +258,7 @@ def test_sizes_that_cannot_be_are_errors(arguments: tuple, said: str) -> None:
         ("link_bandwidth", (), "link_bandwidth is empty"),
         ("link_bandwidth", ((2.0, 1.0), (1.0, 1.0)), "sizes above 0, rising"),
         ("wait", math.nan, "wait is nan"),
+        ("store_efficiency", 1.5, "store_efficiency is 1.500000; expected more than 0, 1 at most"),
         ("issue", {"gemm": 1.0}, "expected seconds of each of gemm"),
         ("serial_bandwidth", 0, "serial_bandwidth is 0"),
     ],
@@ -253,6 +273,10 @@ def test_costs_come_back_from_a_file_and_every_constant_has_a_source(tmp_path) -
     assert Costs.load(tmp_path / "costs.json") == H200
     document = H200.as_json()["constants"]
     assert all(constant["source"] and constant["unit"] for constant in document.values())
+    older = H200.as_json()
+    del older["constants"]["store_efficiency"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert Costs.load(tmp_path / "older.json").sources["store_efficiency"] == "assumed"
     (tmp_path / "short.json").write_text('{"device": "x", "constants": {}}')
     with pytest.raises(ValueError, match="lacks 'gemm_flops'"):
         Costs.load(tmp_path / "short.json")
@@ -343,6 +367,15 @@ def _put(sender: int, receiver: int) -> Op:
     return Op("put", "send", [Region("input", sender, sender, 0)], [Region("slot", receiver, sender, 0)])
 
 
+def _storing(spec: Spec, streams: list[str]) -> list[Plan]:
+    """Plans of two ranks, of which the first stores a chunk on each stream."""
+    ops = [
+        Op("gemm", stream, [Region("input", 0, 1, chunk)], [Region("slot", 1, 0, chunk)])
+        for chunk, stream in enumerate(streams)
+    ]
+    return [Plan(spec, 0, 0, ops), Plan(spec, 1, 0, [])]
+
+
 def _flag(kind: str, sender: int, receiver: int, stream: str = "") -> Op:
     return Op(kind, stream or ("send" if kind == "notify" else "recv"), flag=Flag("full", sender, receiver, 0))
 
@@ -352,7 +385,7 @@ def _wait() -> Op:
 
 
 def _simulated(ranks: list[Plan], costs: Costs, shard_rows: int = M // 2) -> Timeline:
-    times = simulate._C.simulate(ranks, costs.compiled(), shard_rows, 0, N // 2, K, K * 2, True)
+    times = simulate._C.simulate(ranks, costs.compiled(), shard_rows, 0, N // 2, K, K, 2, True)
     return Timeline(tuple(ranks), tuple(map(tuple, times)), "by hand")
 
 

@@ -12,17 +12,18 @@ import random
 import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool, subgroups
-from references import DTYPES, PLAIN, Case, call, differences, expected, inputs
+from references import DTYPES, PLAIN, Case, call, can_be_built, differences, expected, inputs, with_wire
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
+from streamoverlap.spec import TAPERS
 
 SECONDS = float(os.environ.get("STREAMOVERLAP_SOAK_SECONDS", "10"))
 SEED = int(os.environ.get("STREAMOVERLAP_SOAK_SEED", str(time.time_ns() % 1_000_000)))
@@ -53,7 +54,11 @@ def steps(seed: int) -> list[Step]:
             draw.randint(1, 4),
             draw.randint(1, 3),
             draw.choice(("accumulate", "sum")),
+            taper=draw.choice(TAPERS),
         )
+        stored = replace(plan, transfer="store")
+        if can_be_built(stored) and draw.random() < 0.3:
+            plan = stored
         case = Case(
             operation,
             draw.choice((None, plan, plan, plan)),
@@ -67,6 +72,8 @@ def steps(seed: int) -> list[Step]:
             copy_input=operation in PLAIN and draw.random() < 0.5,
             seed=seed * ROUND + number,
         )
+        if draw.random() < 0.3:
+            case = with_wire(case)
         members = draw.choice(GROUPS)
         what = draw.choice(("wait", "wait", "thread", "then", "future", "drop"))
         slow = tuple(rank for rank in range(WORLD) if draw.random() < 0.3)

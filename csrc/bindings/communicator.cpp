@@ -83,13 +83,13 @@ std::tuple<Tensors, std::optional<at::Tensor>, Communicator::WorkPointer> Commun
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_reduce_scatter(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const plan::Spec& spec,
     const CallOptions& options, const std::optional<Scaling>& scaling) {
-  return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world, scaling), spec, options);
+  return run_one(gemm_reduce_scatter_problem(x, weight, bias, config_.world, scaling, spec.quantised), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::gemm_all_reduce(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const plan::Spec& spec,
     const CallOptions& options, const std::optional<Scaling>& scaling) {
-  return run_one(gemm_all_reduce_problem(x, weight, bias, config_.world, scaling), spec, options);
+  return run_one(gemm_all_reduce_problem(x, weight, bias, config_.world, scaling, spec.quantised), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const at::Tensor& x, const plan::Spec& spec,
@@ -100,12 +100,12 @@ std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_gather(const 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::reduce_scatter(const at::Tensor& x,
                                                                               const plan::Spec& spec,
                                                                               const CallOptions& options) {
-  return run_one(reduce_scatter_problem(x, config_.world, spec.copy_input), spec, options);
+  return run_one(reduce_scatter_problem(x, config_.world, spec.quantised, spec.copy_input), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::all_reduce(const at::Tensor& x, const plan::Spec& spec,
                                                                           const CallOptions& options) {
-  return run_one(all_reduce_problem(x, config_.world), spec, options);
+  return run_one(all_reduce_problem(x, config_.world, spec.quantised), spec, options);
 }
 
 std::pair<at::Tensor, Communicator::WorkPointer> Communicator::run_one(Problem problem, const plan::Spec& spec,

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "quantise.h"
+
 namespace streamoverlap {
 
 HostCompute::HostCompute(std::shared_ptr<const Problem> problem) : owner_(std::move(problem)), problem_(*owner_) {
@@ -54,13 +56,44 @@ void HostCompute::gemm(const plan::Op& op, Block a, const Block* scales, const B
   }
 }
 
+// Values and scales of packed rows.
+std::pair<at::Tensor, at::Tensor> HostCompute::packed(const Block& block) const {
+  const std::int64_t elements =
+      problem_.call.packed_unit / static_cast<std::int64_t>(c10::elementSize(problem_.out_dtype()));
+  const auto part = [&](std::int64_t offset, std::int64_t columns, at::ScalarType dtype) {
+    const std::int64_t stride = block.row_bytes / static_cast<std::int64_t>(c10::elementSize(dtype));
+    return at::from_blob(block.data + offset, {block.rows.count, columns}, {stride, 1},
+                         problem_.x.options().dtype(dtype));
+  };
+  return {part(0, elements, at::kFloat8_e4m3fn), part(packed_scale_offset(elements), 1, at::kFloat)};
+}
+
+void HostCompute::quantise(const plan::Op&, Block a, Block to) {
+  const at::NoGradGuard no_grad;
+  const auto [values, scales] = packed(to);
+  at::Tensor rows = result(a).flatten();
+  rows = at::constant_pad_nd(rows, {0, values.numel() - rows.numel()}).view_as(values);
+  const auto [quantised, of_rows] = quantise_rows(rows);
+  values.copy_(quantised);
+  scales.copy_(of_rows);
+}
+
 void HostCompute::reduce(const plan::Op&, const std::vector<Block>& terms, Block sum) {
   if (sum.rows.count == 0) return;
   const at::NoGradGuard no_grad;
   const at::ScalarType wide = problem_.out_dtype() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor total = result(terms[0]).to(wide, /*non_blocking=*/false, /*copy=*/true);
-  for (std::size_t i = 1; i < terms.size(); ++i) total.add_(result(terms[i]));
-  result(sum).copy_(total);
+  at::Tensor to = result(sum), total;
+  for (const Block& block : terms) {
+    at::Tensor term;
+    if (block.packed) {
+      const auto [values, scales] = packed(block);
+      term = values.to(at::kFloat).mul_(scales).flatten().narrow(0, 0, to.numel()).view_as(to);
+    } else {
+      term = result(block);
+    }
+    total = total.defined() ? total.add_(term) : term.to(wide, /*non_blocking=*/false, /*copy=*/true);
+  }
+  to.copy_(total);
 }
 
 }  // namespace streamoverlap

@@ -43,8 +43,10 @@ plan::Operation parse_operation(const std::string& text) {
 }
 plan::Algorithm parse_algorithm(const std::string& text) { return parse<plan::Algorithm>("algorithm", text, 2); }
 plan::Reduction parse_reduction(const std::string& text) { return parse<plan::Reduction>("reduce", text, 2); }
+plan::Transfer parse_transfer(const std::string& text) { return parse<plan::Transfer>("transfer", text, 2); }
+plan::Taper parse_taper(const std::string& text) { return parse<plan::Taper>("taper", text, 4); }
 plan::Buffer parse_buffer(const std::string& text) { return parse<plan::Buffer>("buffer", text, plan::kBuffers); }
-plan::Kind parse_kind(const std::string& text) { return parse<plan::Kind>("kind", text, 8); }
+plan::Kind parse_kind(const std::string& text) { return parse<plan::Kind>("kind", text, plan::kKinds); }
 
 plan::Stream parse_stream(const std::string& text) {
   for (plan::Stream stream = 0; stream < plan::kMaxStreams; ++stream) {
@@ -67,7 +69,8 @@ std::string repr(const T& value) {
 void register_parts(py::module_& m) {
   py::class_<Spec>(m, "Spec", "A variant of an operation: what all ranks must agree on.")
       .def(py::init([](const std::string& operation, const std::string& algorithm, const std::string& reduction,
-                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input, bool scaled) {
+                       int world, int chunks, int compute_streams, bool keep_gathered, bool copy_input, bool scaled,
+                       const std::string& transfer, const std::string& taper, bool quantised) {
              return Spec{parse_operation(operation),
                          parse_algorithm(algorithm),
                          parse_reduction(reduction),
@@ -76,11 +79,15 @@ void register_parts(py::module_& m) {
                          compute_streams,
                          keep_gathered,
                          copy_input,
-                         scaled};
+                         scaled,
+                         parse_transfer(transfer),
+                         parse_taper(taper),
+                         quantised};
            }),
            py::arg("operation"), py::arg("algorithm") = "direct", py::arg("reduction") = "accumulate",
            py::arg("world") = 1, py::arg("chunks") = 1, py::arg("compute_streams") = 1,
-           py::arg("keep_gathered") = false, py::arg("copy_input") = false, py::arg("scaled") = false)
+           py::arg("keep_gathered") = false, py::arg("copy_input") = false, py::arg("scaled") = false,
+           py::arg("transfer") = "copy", py::arg("taper") = "none", py::arg("quantised") = false)
       .def_property_readonly("operation", [](const Spec& s) { return plan::name(s.operation); })
       .def_property_readonly("algorithm", [](const Spec& s) { return plan::name(s.algorithm); })
       .def_property_readonly("reduction", [](const Spec& s) { return plan::name(s.reduction); })
@@ -90,6 +97,9 @@ void register_parts(py::module_& m) {
       .def_readonly("keep_gathered", &Spec::keep_gathered)
       .def_readonly("copy_input", &Spec::copy_input)
       .def_readonly("scaled", &Spec::scaled)
+      .def_property_readonly("transfer", [](const Spec& s) { return plan::name(s.transfer); })
+      .def_property_readonly("taper", [](const Spec& s) { return plan::name(s.taper); })
+      .def_readonly("quantised", &Spec::quantised)
       .def("__eq__", [](const Spec& a, const Spec& b) { return a == b; })
       .def("__hash__", [](const Spec& s) { return py::hash(py::str(plan::to_string(s))); })
       .def("__str__", [](const Spec& s) { return plan::to_string(s); })

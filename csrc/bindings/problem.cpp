@@ -256,6 +256,14 @@ void set_scale_views(Problem& problem, bool all_shards, bool exchanged) {
   if (exchanged) set_view(problem, Buffer::SlotScales, kScaleBytes, true);
 }
 
+// Partials travel in fewer bits, each row with a float32 scale.
+void pack_partials(Problem& problem, bool quantised) {
+  if (!quantised) return;
+  TORCH_CHECK_TYPE(problem.out_dtype() != at::kDouble, "x has dtype ", dtype_name(problem.x),
+                   " but wire is 'fp8'; expected float32, float16 or bfloat16, or no wire");
+  problem.call.pack(size_of(problem.out_dtype()));
+}
+
 Problem summed_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const std::optional<Scaling>& scaling) {
   Problem problem;
@@ -269,7 +277,7 @@ Problem summed_product(const at::Tensor& x, const at::Tensor& weight, const std:
   return problem;
 }
 
-void set_product_views(Problem& problem, bool all_shards_out) {
+void set_product_views(Problem& problem, bool all_shards_out, bool quantised) {
   const at::Tensor& x = problem.x;
   const std::int64_t n_bytes = problem.weights[0].size(0) * size_of(problem.out_dtype());
   set_scale_views(problem, true, false);
@@ -277,6 +285,7 @@ void set_product_views(Problem& problem, bool all_shards_out) {
   set_view(problem, Buffer::Slot, n_bytes, true);
   set_view(problem, Buffer::Scratch, n_bytes, true);
   set_view(problem, Buffer::Output, n_bytes, all_shards_out);
+  pack_partials(problem, quantised);
   problem.call.shard_rows = problem.shard_rows;
 }
 
@@ -375,21 +384,21 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
 
 Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias, int world,
-                                    const std::optional<Scaling>& scaling) {
+                                    const std::optional<Scaling>& scaling, bool quantised) {
   Problem problem = summed_product(x, weight, bias, scaling);
   check_divisible(x, world);
   problem.shard_rows = rows_of(x) / world;
   problem.output_sizes.push_back(with_sizes(x, x.size(0) / world, weight.size(0)));
-  set_product_views(problem, false);
+  set_product_views(problem, false, quantised);
   return problem;
 }
 
 Problem gemm_all_reduce_problem(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                int world, const std::optional<Scaling>& scaling) {
+                                int world, const std::optional<Scaling>& scaling, bool quantised) {
   Problem problem = summed_product(x, weight, bias, scaling);
   share_rows(problem, rows_of(x), world);
   problem.output_sizes.push_back(with_sizes(x, x.size(0), weight.size(0)));
-  set_product_views(problem, true);
+  set_product_views(problem, true, quantised);
   return problem;
 }
 
@@ -408,7 +417,7 @@ Problem all_gather_problem(const at::Tensor& x, int world) {
   return problem;
 }
 
-Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) {
+Problem reduce_scatter_problem(const at::Tensor& x, int world, bool quantised, bool copy_input) {
   Problem problem;
   problem.x = plain_input(x);
   check_divisible(x, world);
@@ -421,6 +430,7 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) 
   set_view(problem, Buffer::Slot, row_bytes, true);
   set_view(problem, Buffer::Scratch, row_bytes, true);
   set_view(problem, Buffer::Output, row_bytes, false);
+  pack_partials(problem, quantised);
   if (copy_input) {
     problem.copies_input = true;
     set_view(problem, Buffer::Copied, row_bytes, true);
@@ -429,7 +439,7 @@ Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input) 
   return problem;
 }
 
-Problem all_reduce_problem(const at::Tensor& x, int world) {
+Problem all_reduce_problem(const at::Tensor& x, int world, bool quantised) {
   Problem problem;
   problem.x = plain_input(x);
   problem.output_sizes.push_back(x.sizes().vec());
@@ -439,6 +449,7 @@ Problem all_reduce_problem(const at::Tensor& x, int world) {
   set_view(problem, Buffer::Input, row_bytes, true);
   set_view(problem, Buffer::Slot, row_bytes, true);
   set_view(problem, Buffer::Output, row_bytes, true);
+  pack_partials(problem, quantised);
   problem.call.shard_rows = problem.shard_rows;
   return problem;
 }

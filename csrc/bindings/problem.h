@@ -54,11 +54,11 @@ Problem all_gather_gemm_problem(const at::Tensor& x, const Tensors& weights, con
                                 bool return_gathered, int world, const std::optional<Scaling>& scaling);
 Problem gemm_reduce_scatter_problem(const at::Tensor& x, const at::Tensor& weight,
                                     const std::optional<at::Tensor>& bias, int world,
-                                    const std::optional<Scaling>& scaling);
+                                    const std::optional<Scaling>& scaling, bool quantised = false);
 Problem gemm_all_reduce_problem(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                int world, const std::optional<Scaling>& scaling);
+                                int world, const std::optional<Scaling>& scaling, bool quantised = false);
 Problem all_gather_problem(const at::Tensor& x, int world);
-Problem reduce_scatter_problem(const at::Tensor& x, int world, bool copy_input = false);
-Problem all_reduce_problem(const at::Tensor& x, int world);
+Problem reduce_scatter_problem(const at::Tensor& x, int world, bool quantised = false, bool copy_input = false);
+Problem all_reduce_problem(const at::Tensor& x, int world, bool quantised = false);
 
 }  // namespace streamoverlap

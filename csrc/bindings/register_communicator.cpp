@@ -14,6 +14,7 @@
 #include "communicator.h"
 #include "interrupted.h"
 #include "modules.h"
+#include "quantise.h"
 #include "test_hook.h"
 #ifdef STREAMOVERLAP_WITH_CUDA
 #include "../cuda/streams.h"
@@ -147,6 +148,7 @@ std::pair<std::uint32_t, std::string> serial_call(plan::Operation operation, con
   spec.operation = operation;
   spec.world = world;
   spec.chunks = 0;  // as no plan has
+  spec.quantised = problem.call.packed_unit > 0;
   return {signature(spec, problem.shape_key()),
           std::string("serial ") + plan::name(operation) + " on " + problem.description()};
 }
@@ -292,6 +294,9 @@ void register_communicator(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def("raw_streams", &Communicator::raw_streams);
 
+  m.def("quantise_rows", torch::wrap_pybind_function([](const at::Tensor& rows) { return quantise_rows(rows); }),
+        py::arg("rows"));
+
   m.def("wait_until_outside", &wait_until_outside, py::arg("seconds"));
 
 #ifdef STREAMOVERLAP_WITH_CUDA
@@ -313,22 +318,26 @@ void register_communicator(py::module_& m) {
     m.def(name,
           torch::wrap_pybind_function([=](const at::Tensor& x, const at::Tensor& weight,
                                           const std::optional<at::Tensor>& bias, int world,
-                                          const std::optional<Scaling>& scaling) {
-            return serial_call(operation, make_problem(x, weight, bias, world, scaling), world);
+                                          const std::optional<Scaling>& scaling, bool quantised) {
+            return serial_call(operation, make_problem(x, weight, bias, world, scaling, quantised), world);
           }),
-          py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("world"), py::arg("scaling") = py::none());
+          py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("world"), py::arg("scaling") = py::none(),
+          py::arg("quantised") = false);
   };
   validate_sum("validate_gemm_reduce_scatter", plan::Operation::GemmReduceScatter, &gemm_reduce_scatter_problem);
   validate_sum("validate_gemm_all_reduce", plan::Operation::GemmAllReduce, &gemm_all_reduce_problem);
   m.def("validate_all_gather", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
           return serial_call(plan::Operation::AllGather, all_gather_problem(x, world), world);
-        }));
-  m.def("validate_reduce_scatter", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
-          return serial_call(plan::Operation::ReduceScatter, reduce_scatter_problem(x, world), world);
-        }));
-  m.def("validate_all_reduce", torch::wrap_pybind_function([](const at::Tensor& x, int world) {
-          return serial_call(plan::Operation::AllReduce, all_reduce_problem(x, world), world);
-        }));
+        }),
+        py::arg("x"), py::arg("world"));
+  m.def("validate_reduce_scatter", torch::wrap_pybind_function([](const at::Tensor& x, int world, bool quantised) {
+          return serial_call(plan::Operation::ReduceScatter, reduce_scatter_problem(x, world, quantised), world);
+        }),
+        py::arg("x"), py::arg("world"), py::arg("quantised") = false);
+  m.def("validate_all_reduce", torch::wrap_pybind_function([](const at::Tensor& x, int world, bool quantised) {
+          return serial_call(plan::Operation::AllReduce, all_reduce_problem(x, world, quantised), world);
+        }),
+        py::arg("x"), py::arg("world"), py::arg("quantised") = false);
 }
 
 }  // namespace streamoverlap

@@ -77,4 +77,8 @@ void copy(void* to, const void* from, std::int64_t bytes, const c10::cuda::CUDAS
 void sum(const Steps& steps, const Step& step, void* to, const Bases& bases, at::ScalarType dtype,
          const c10::cuda::CUDAStream& stream);
 
+// `to` = what a Quantise step packs.
+void pack(const Steps& steps, const Step& step, void* to, const Bases& bases, at::ScalarType dtype,
+          const c10::cuda::CUDAStream& stream);
+
 }  // namespace streamoverlap::cuda

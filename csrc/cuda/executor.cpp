@@ -297,6 +297,9 @@ void Executor::run(const Issue& issue) {
       case Step::Kind::Copy:
         copy(step.d.in(issue.bases), step.a.in(issue.bases), step.bytes, stream);
         break;
+      case Step::Kind::Quantise:
+        pack(issue.steps, step, step.d.in(issue.bases), issue.bases, issue.operands.out_dtype, stream);
+        break;
       case Step::Kind::Reduce:
         sum(issue.steps, step, step.d.in(issue.bases), issue.bases, issue.operands.out_dtype, stream);
         break;

@@ -107,6 +107,8 @@ void Executor::rehearse(const Call& call, const Operands& operands, const Steps&
   for (const Step& step : steps.steps) {
     if (step.kind == Step::Kind::Copy) {
       copy(instead_of(step.d.in(bases)), step.a.in(bases), step.bytes, stream);
+    } else if (step.kind == Step::Kind::Quantise) {
+      pack(steps, step, instead_of(step.d.in(bases)), bases, operands.out_dtype, stream);
     } else if (step.kind == Step::Kind::Reduce) {
       sum(steps, step, instead_of(step.d.in(bases)), bases, operands.out_dtype, stream);
     } else if (step.kind == Step::Kind::Gemm) {

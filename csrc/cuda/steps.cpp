@@ -15,6 +15,7 @@ class Compiler {
   Compiler(const Call& call, const Layout& layout, const RegisteredControls& controls)
       : call_(call), layout_(layout), controls_(controls) {
     steps_.events = call.plan->events;
+    steps_.packed_unit = call.packed_unit;
     steps_.memory.resize(layout.slots());
   }
 
@@ -37,6 +38,8 @@ class Compiler {
       case Kind::Put:
       case Kind::Copy:
         return copy(op);
+      case Kind::Quantise:
+        return quantise(op);
       case Kind::Reduce:
         return reduce(op);
       case Kind::Notify:
@@ -93,12 +96,22 @@ class Compiler {
     if (Step* step = data_step(Step::Kind::Copy, op)) step->a = address(op.reads[0]);
   }
 
+  void quantise(const Op& op) {
+    Step* step = data_step(Step::Kind::Quantise, op);
+    if (!step) return;
+    step->a = address(op.reads[0]);
+    step->a_bytes = block(op.reads[0]).bytes();
+  }
+
   void reduce(const Op& op) {
     Step* step = data_step(Step::Kind::Reduce, op);
     if (!step) return;
     step->first = static_cast<int>(steps_.terms.size());
     step->count = static_cast<int>(op.reads.size());
-    for (const plan::Region& term : op.reads) steps_.terms.push_back(address(term));
+    for (std::size_t i = 0; i < op.reads.size(); ++i) {
+      steps_.terms.push_back(address(op.reads[i]));
+      if (block(op.reads[i]).packed) step->packed_terms |= std::uint64_t{1} << i;
+    }
   }
 
   void notify(const Op& op) {
@@ -139,7 +152,8 @@ class Compiler {
   Block block(const plan::Region& region) const { return block_of(call_, region, nullptr); }
 
   Address address(const plan::Region& region) const {
-    const int base = plan::in_slot(region.buffer) ? kSlotOf + region.rank : static_cast<int>(region.buffer);
+    const plan::Buffer own = plan::in_scratch(region.buffer) ? plan::Buffer::Scratch : region.buffer;
+    const int base = plan::in_slot(region.buffer) ? kSlotOf + region.rank : static_cast<int>(own);
     return {base, reinterpret_cast<std::intptr_t>(block(region).data)};
   }
 

@@ -24,7 +24,7 @@ struct Address {
 };
 
 struct Step {
-  enum class Kind : std::uint8_t { Gemm, Copy, Reduce, Memory, Record, Wait };
+  enum class Kind : std::uint8_t { Gemm, Copy, Quantise, Reduce, Memory, Record, Wait };
 
   Kind kind = Kind::Record;
   plan::Stream stream = plan::kMain;
@@ -32,16 +32,19 @@ struct Step {
   bool bias = false;                       // Gemm
   int event = -1;                          // Record, Wait
   int first = 0, count = 0;                // Reduce: terms; Memory: operations
-  Address a, scales, c, d;                 // Gemm: D = A W^T (+ C), scales of A; Copy: D = A; Reduce: D
+  Address a, scales, c, d;                 // Gemm: D = A W^T (+ C), scales of A; Copy, Quantise: D = A; Reduce: D
   std::int64_t a_row_bytes = 0, rows = 0;  // Gemm
   std::int64_t output_row = 0;             // Gemm: of D in an output of all shards
   std::int64_t bytes = 0;                  // of D
+  std::int64_t a_bytes = 0;                // Quantise: of A
+  std::uint64_t packed_terms = 0;          // Reduce: a bit for each that is packed
 };
 
 struct Steps {
   std::vector<Step> steps;  // in issue order
   std::vector<int> of_op;   // which of them, by op of the plan; -1: it has no data to work on
   std::vector<Address> terms;
+  std::int64_t packed_unit = 0;               // of the call
   std::vector<std::vector<MemoryOp>> memory;  // by slot
   std::vector<plan::Flag> awaited;            // flags of this rank
   int events = 0;

@@ -16,7 +16,9 @@ std::uint32_t signature(const plan::Spec& spec, const std::vector<std::int64_t>&
   mix(static_cast<int>(spec.algorithm));
   mix(static_cast<int>(spec.reduction));
   for (const int value : {spec.world, spec.chunks, spec.compute_streams}) mix(value);
-  for (const bool value : {spec.keep_gathered, spec.copy_input, spec.scaled}) mix(value);
+  for (const bool value : {spec.keep_gathered, spec.copy_input, spec.scaled, spec.quantised}) mix(value);
+  mix(static_cast<int>(spec.transfer));
+  mix(static_cast<int>(spec.taper));
   for (const std::int64_t value : shape) mix(value);
   const std::uint32_t word = static_cast<std::uint32_t>(hash >> 32) & kSignatureMask;
   return word != 0 ? word : ~kSignatureMask + 1;

@@ -123,6 +123,8 @@ void Pending::run_data(const Op& op) {
     config_.compute->gemm(op, from[0], scales, op.c() ? &from.back() : nullptr, to);
   } else if (op.kind == Kind::Reduce) {
     config_.compute->reduce(op, from, to);
+  } else if (op.kind == Kind::Quantise) {
+    config_.compute->quantise(op, from[0], to);
   } else {
     std::memcpy(to.data, from[0].data, static_cast<std::size_t>(to.bytes()));
   }
@@ -159,6 +161,7 @@ Block Pending::block(const plan::Region& region) const {
       return block_of(call_, region,
                       config_.memory->ranks[region.rank]->data() + config_.slot * config_.memory->slot_bytes);
     case plan::Buffer::Scratch:
+    case plan::Buffer::Packed:
       return block_of(call_, region, config_.scratch);
     default:
       return block_of(call_, region, call_.views[static_cast<int>(region.buffer)].base);

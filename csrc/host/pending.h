@@ -23,7 +23,9 @@ class Compute {
   virtual ~Compute() = default;
   // d = a W^T (+ c) (+ bias where op.bias); scales: of the rows of a, if they have some
   virtual void gemm(const plan::Op& op, Block a, const Block* scales, const Block* c, Block d) = 0;
-  // sum = the sum of terms, in fp32 or wider, in their order, rounded once
+  // packed = a
+  virtual void quantise(const plan::Op& op, Block a, Block packed) = 0;
+  // sum = the sum of terms, packed or not, in fp32 or wider, in their order, rounded once
   virtual void reduce(const plan::Op& op, const std::vector<Block>& terms, Block sum) = 0;
 };
 

@@ -20,6 +20,32 @@ void expect_none(const std::string& wrong) {
   if (!wrong.empty()) throw std::invalid_argument(wrong);
 }
 
+// A ring that sums products in a Reduce passes on what no Gemm has made.
+std::string wrong_store(const Spec& spec) {
+  if (gathers(spec) || !multiplies(spec)) {
+    return std::string("transfer is store for ") + name(spec.operation) +
+           "; expected copy: only gemm_reduce_scatter and gemm_all_reduce have partial products to store";
+  }
+  if (spec.algorithm == Algorithm::Ring && spec.reduction == Reduction::Sum) {
+    return "transfer is store with algorithm ring and reduce sum; expected reduce accumulate, as what such a ring "
+           "passes on is no product";
+  }
+  return "";
+}
+
+// A Gemm neither adds what is packed nor stores packed.
+std::string wrong_quantised(const Spec& spec) {
+  if (gathers(spec)) {
+    return std::string("quantised is set for ") + name(spec.operation) +
+           "; expected only for gemm_reduce_scatter, gemm_all_reduce, reduce_scatter and all_reduce";
+  }
+  if (multiplies(spec) && spec.reduction != Reduction::Sum) {
+    return "quantised is set with reduce accumulate; expected reduce sum";
+  }
+  if (spec.transfer == Transfer::Store) return "quantised is set with transfer store; expected transfer copy";
+  return "";
+}
+
 }  // namespace
 
 Shards shards_of(const Spec& spec, Buffer buffer, int rank) {
@@ -40,6 +66,8 @@ std::string wrong_spec(const Spec& spec) {
     wrong = std::string("copy_input is set for ") + name(spec.operation) +
             "; expected only for all_gather, reduce_scatter and all_reduce";
   }
+  if (wrong.empty() && spec.transfer == Transfer::Store) wrong = wrong_store(spec);
+  if (wrong.empty() && spec.quantised) wrong = wrong_quantised(spec);
   if (wrong.empty() && spec.scaled && !multiplies(spec)) {
     wrong = std::string("scaled is set for ") + name(spec.operation) + "; expected only for products";
   }

@@ -43,6 +43,8 @@ void validate(const Costs& costs) {
   expect_positive("tile_n", costs.tile_n);
   expect(costs.gemm_accumulate >= 1 && std::isfinite(costs.gemm_accumulate),
          "gemm_accumulate is " + std::to_string(costs.gemm_accumulate), "a factor of 1 or more");
+  expect(costs.store_efficiency > 0 && costs.store_efficiency <= 1,
+         "store_efficiency is " + std::to_string(costs.store_efficiency), "more than 0, 1 at most");
   expect_positive("copy_bandwidth", costs.copy_bandwidth);
   expect_positive("reduce_bandwidth", costs.reduce_bandwidth);
   expect(!costs.link_bandwidth.empty(), "link_bandwidth is empty", "at least one (bytes, bytes/s)");
@@ -71,6 +73,7 @@ GemmCost gemm_cost(const Costs& costs, std::int64_t rows, std::int64_t n, std::i
   const double flops_of_wave = 2.0 * costs.sms * costs.tile_m * costs.tile_n * static_cast<double>(k);
   double least = std::numeric_limits<double>::infinity();  // waves of full tiles and all of k
   double share = 1;
+  std::int64_t fewest = 1;
   for (const Shape& shape : kShapes) {
     const std::int64_t tile_m = std::max<std::int64_t>(1, costs.tile_m / shape.rows);
     const std::int64_t tile_n = std::max<std::int64_t>(1, costs.tile_n * shape.eighths / 8);
@@ -81,9 +84,18 @@ GemmCost gemm_cost(const Costs& costs, std::int64_t rows, std::int64_t n, std::i
     if (took >= least) continue;
     least = took;
     share = static_cast<double>(count) / static_cast<double>(waves * costs.sms);
+    fewest = waves;
   }
   const double factor = accumulates ? costs.gemm_accumulate : 1;
-  return {costs.gemm_latency + factor * least * flops_of_wave / costs.gemm_flops, share};
+  return {costs.gemm_latency + factor * least * flops_of_wave / costs.gemm_flops, share, static_cast<double>(fewest)};
+}
+
+StoreCost store_cost(const Costs& costs, const GemmCost& alone, double bytes) {
+  const double computing = alone.seconds - costs.gemm_latency;
+  const double sending = bytes / (costs.store_efficiency * link_bandwidth(costs, bytes));
+  const double working = std::max(computing + sending / alone.waves, computing / alone.waves + sending);
+  if (working <= 0) return {alone.seconds, alone.share, 0};
+  return {costs.gemm_latency + working, alone.share * computing / working, sending / working};
 }
 
 double link_bandwidth(const Costs& costs, double bytes) {

@@ -11,8 +11,6 @@
 
 namespace streamoverlap::plan {
 
-inline constexpr int kKinds = 8;
-
 // Seconds, bytes, bytes/s and FLOP/s.
 struct Costs {
   double gemm_flops = 1;  // of a full wave of tiles
@@ -23,9 +21,10 @@ struct Costs {
   // constant beyond the ends.
   std::vector<std::pair<double, double>> link_bandwidth;
   double put_latency = 0;
+  double store_efficiency = 1;  // of that bandwidth, for a Gemm that stores in a peer's slot
   double copy_bandwidth = 1;    // bytes copied
-  double copy_latency = 0;      // also of a Reduce
-  double reduce_bandwidth = 1;  // bytes read and written
+  double copy_latency = 0;      // also of a Reduce and a Quantise
+  double reduce_bandwidth = 1;  // bytes read and written, also of a Quantise
   double notify = 0, await = 0, record = 0, wait = 0;
   double flag_latency = 0;                // from the end of a Notify until its flag is seen at the peer
   std::array<double, kKinds> issue = {};  // CPU time by Kind
@@ -37,11 +36,20 @@ void validate(const Costs&);
 struct GemmCost {
   double seconds = 0;  // alone on the GPU
   double share = 1;    // of the multiprocessors that it keeps busy, in the mean over its waves
+  double waves = 1;
 };
 
 // Of rows x k by k x n. Tiles run in waves of one a multiprocessor, and the last wave takes as long as the others;
 // their shape is the one that takes least.
 GemmCost gemm_cost(const Costs&, std::int64_t rows, std::int64_t n, std::int64_t k, bool accumulates);
 double link_bandwidth(const Costs&, double bytes);
+
+struct StoreCost {
+  double seconds = 0;  // as of the GEMM
+  double share = 1;    // of the multiprocessors
+  double link = 1;     // share of the links
+};
+// The same GEMM where its result of `bytes` goes to a peer: a wave of tiles is on its way while the next one is made.
+StoreCost store_cost(const Costs&, const GemmCost&, double bytes);
 
 }  // namespace streamoverlap::plan

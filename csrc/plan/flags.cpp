@@ -68,7 +68,7 @@ class FlagCheck {
   void uncredited() {
     for (int id = 0; id < static_cast<int>(g_.nodes.size()); ++id) {
       const Node& node = g_.nodes[id];
-      if (!node.is(Kind::Put)) continue;
+      if (!node.op || !node.op->writes_peer(node.rank)) continue;
       const int to = node.op->writes[0].rank;
       if (credit_[pair(node.call, {FlagKind::Empty, node.rank, to, 0})].taken > 0) continue;
       report_.add(FaultKind::Credit,

@@ -32,7 +32,7 @@ struct FlagUses {
   int first = 0, middle = 0, last = 0;
 };
 
-// A node reads or writes a region. Put reads at its own rank and writes at a peer.
+// A node reads or writes a region. A Put, or a Gemm that stores, reads at its own rank and writes at a peer.
 struct Access {
   int region = 0;
   int node = 0;

@@ -27,6 +27,8 @@ std::string wrong_stream(const Spec& spec, const Op& op) {
       return compute ? "" : "it is on " + name(op.stream) + ", expected a compute stream";
     case Kind::Put:
       return send ? "" : "it is on " + name(op.stream) + ", expected send";
+    case Kind::Quantise:
+      return send ? "" : "it is on " + name(op.stream) + ", expected send";
     case Kind::Copy:
       return send || op.stream == kMain ? "" : "it is on " + name(op.stream) + ", expected main or send";
     case Kind::Notify:
@@ -52,6 +54,7 @@ std::string wrong_region(const Spec& spec, const Region& region) {
   if (is_scales(region.buffer) && !(spec.scaled && (region.buffer == Buffer::Scales || gathers(spec)))) {
     return to_string(region) + ": the plan has no such scales";
   }
+  if (region.buffer == Buffer::Packed && !spec.quantised) return to_string(region) + ": the plan packs nothing";
   if (region.buffer == Buffer::Gathered && !spec.keep_gathered) return "the plan keeps no gathered input";
   if (region.buffer == Buffer::Copied && !(spec.copy_input && copy_of_input(spec) == Buffer::Copied)) {
     return "the plan has no copy of the input apart from its output";
@@ -71,12 +74,30 @@ std::string wrong_count(const Spec& spec, const Op& op) {
       return within(static_cast<int>(reads), 1, 2) && writes == 1 ? "" : expected("1 or 2 reads and 1 write");
     case Kind::Put:
     case Kind::Copy:
+    case Kind::Quantise:
       return reads == 1 && writes == 1 ? "" : expected("1 read and 1 write");
     case Kind::Reduce:
       return reads >= 1 && writes == 1 ? "" : expected("1 read or more and 1 write");
     default:
       return reads == 0 && writes == 0 ? "" : expected("none");
   }
+}
+
+// Rows of fewer bits where others are expected, or the other way round.
+std::string wrong_packing(const Spec& spec, const Op& op) {
+  const auto is = [&](const Region& region, bool expected, const char* does) -> std::string {
+    if (is_packed(spec, region) == expected) return "";
+    return std::string("it ") + does + " " + to_string(region) + ", expected a region that is " +
+           (expected ? "packed" : "not packed");
+  };
+  const bool puts = op.kind == Kind::Put, packs = op.kind == Kind::Quantise;
+  const std::string wrong = is(op.writes[0], packs || (puts && is_packed(spec, op.reads[0])), "writes");
+  if (!wrong.empty() || puts || op.kind == Kind::Reduce) return wrong;
+  for (const Region& region : op.reads) {
+    const std::string wrong_read = is(region, false, "reads");
+    if (!wrong_read.empty()) return wrong_read;
+  }
+  return "";
 }
 
 std::string wrong_data(const Spec& spec, const Op& op, int rank) {
@@ -90,18 +111,19 @@ std::string wrong_data(const Spec& spec, const Op& op, int rank) {
     if (region.rank != rank) return "it reads " + to_string(region) + ", expected a region of its own rank";
   }
   const Region& target = op.writes[0];
+  const bool peers_slot = in_slot(target.buffer) && target.rank != rank;
+  const bool stores =
+      op.kind == Kind::Gemm && spec.transfer == Transfer::Store && peers_slot && !is_scales(target.buffer);
   if (op.kind == Kind::Put) {
-    if (!in_slot(target.buffer) || target.rank == rank) {
-      return "it writes " + to_string(target) + ", expected the slot of a peer";
-    }
-  } else if (target.rank != rank || target.buffer == Buffer::Input || is_scales(target.buffer)) {
+    if (!peers_slot) return "it writes " + to_string(target) + ", expected the slot of a peer";
+  } else if (!stores && (target.rank != rank || target.buffer == Buffer::Input || is_scales(target.buffer))) {
     return "it writes " + to_string(target) + ", expected a region of its own rank other than the input and scales";
   }
   if (op.kind == Kind::Gemm && spec.scaled && !op.scales()) {
     return "it reads " + to_string(op.reads[1]) + " after its first factor, expected scales";
   }
   // Main does not wait for the last call on the slot, so it must touch nothing that is not this call's alone.
-  const bool shared = in_slot(target.buffer) || target.buffer == Buffer::Scratch;
+  const bool shared = in_slot(target.buffer) || in_scratch(target.buffer);
   if (op.stream == kMain && (op.reads[0].buffer != Buffer::Input || shared)) {
     return "main copies " + to_string(op.reads[0]) + " to " + to_string(target) +
            ", expected the input to what is the call's own";
@@ -110,7 +132,7 @@ std::string wrong_data(const Spec& spec, const Op& op, int rank) {
     return "it writes " + to_string(target) + ", which it reads";
   }
   if (op.bias && op.kind != Kind::Gemm) return "it adds a bias, expected only of a gemm";
-  return "";
+  return wrong_packing(spec, op);
 }
 
 std::string wrong_flag(const Spec& spec, const Op& op, int rank) {

@@ -26,12 +26,18 @@ std::size_t join_begin(const Plan& plan) {
 }
 
 int slot_shards(const Spec& spec) {
-  return reduces_all(spec) && spec.algorithm == Algorithm::Direct ? 2 * spec.world : spec.world;
+  return reduces_all(spec) && (spec.algorithm == Algorithm::Direct || spec.quantised) ? 2 * spec.world : spec.world;
 }
 
 int data_shard(const Spec& spec, const Region& region) {
-  if (!in_slot(region.buffer) || spec.algorithm != Algorithm::Direct || gathers(spec)) return region.shard;
-  return region.shard < spec.world ? region.rank : region.shard - spec.world;
+  if (!in_slot(region.buffer) || gathers(spec)) return region.shard;
+  if (region.shard >= spec.world) return region.shard - spec.world;
+  return spec.algorithm == Algorithm::Direct ? region.rank : region.shard;
+}
+
+bool is_packed(const Spec& spec, const Region& region) {
+  if (!spec.quantised) return false;
+  return region.buffer == Buffer::Packed || (region.buffer == Buffer::Slot && region.shard < spec.world);
 }
 
 const char* name(Operation value) {
@@ -44,13 +50,21 @@ const char* name(Algorithm value) { return value == Algorithm::Ring ? "ring" : "
 
 const char* name(Reduction value) { return value == Reduction::Accumulate ? "accumulate" : "sum"; }
 
+const char* name(Transfer value) { return value == Transfer::Copy ? "copy" : "store"; }
+
+const char* name(Taper value) {
+  constexpr const char* names[] = {"none", "first", "last", "both"};
+  return names[static_cast<int>(value)];
+}
+
 const char* name(Buffer value) {
-  constexpr const char* names[] = {"input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales"};
+  constexpr const char* names[] = {"input",  "output", "gathered",    "slot",  "scratch",
+                                   "copied", "scales", "slot_scales", "packed"};
   return names[static_cast<int>(value)];
 }
 
 const char* name(Kind value) {
-  constexpr const char* names[] = {"gemm", "put", "copy", "reduce", "notify", "await", "record", "wait"};
+  constexpr const char* names[] = {"gemm", "put", "copy", "quantise", "reduce", "notify", "await", "record", "wait"};
   return names[static_cast<int>(value)];
 }
 
@@ -64,9 +78,12 @@ std::string to_string(const Spec& spec) {
                      ", world=" + std::to_string(spec.world) + ", chunks=" + std::to_string(spec.chunks) +
                      ", compute_streams=" + std::to_string(spec.compute_streams);
   if (multiplies(spec) && !gathers(spec)) text += std::string(", reduce=") + name(spec.reduction);
+  if (spec.transfer == Transfer::Store) text += ", transfer=store";
+  if (spec.taper != Taper::None) text += std::string(", taper=") + name(spec.taper);
   if (spec.keep_gathered) text += ", keep_gathered";
   if (spec.copy_input) text += ", copy_input";
   if (spec.scaled) text += ", scaled";
+  if (spec.quantised) text += ", quantised";
   return text + ")";
 }
 
@@ -92,6 +109,7 @@ std::string to_string(const Op& op) {
       return op.bias ? text + " + bias" : text;
     case Kind::Put:
     case Kind::Copy:
+    case Kind::Quantise:
     case Kind::Reduce:
       return text + join(op.writes) + " = " + join(op.reads);
     case Kind::Notify:

@@ -27,6 +27,12 @@ enum class Algorithm : std::uint8_t { Ring, Direct };
 // How partial products are summed: folded into the next GEMM (D = A W^T + C), or by a Reduce in fp32.
 enum class Reduction : std::uint8_t { Accumulate, Sum };
 
+// How a partial product gets to a peer's slot: into scratch memory and from there by a Put, or by the Gemm itself.
+enum class Transfer : std::uint8_t { Copy, Store };
+
+// Which chunks of a shard have half the rows of the others: what is sent first, or comes last, hides behind nothing.
+enum class Taper : std::uint8_t { None, First, Last, Both };
+
 // A variant of an operation; together with the shapes it is what all ranks must agree on.
 struct Spec {
   Operation operation = Operation::AllGatherGemm;
@@ -38,9 +44,14 @@ struct Spec {
   bool keep_gathered = false;  // all_gather_gemm: also hand out the gathered input
   bool copy_input = false;     // plain collectives: copy the input first, so that the caller may write it at once
   bool scaled = false;         // products: rows of the input have scales, which go where the rows go
+  Transfer transfer = Transfer::Copy;
+  Taper taper = Taper::None;
+  // says nothing to a plan, which knows of no rows; all ranks must have the same
+  bool quantised = false;  // sums by Reduces: partials travel in fewer bits, each row with its scale
 
   auto tie() const {
-    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled);
+    return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,
+                    transfer, taper, quantised);
   }
 };
 
@@ -65,17 +76,20 @@ enum class Buffer : std::uint8_t {
   Copied,      // this call's own copy of the input, where asked for and the output cannot take it
   Scales,      // the caller's: of the rows of the input
   SlotScales,  // of the rows in the slot; a part of that memory
+  Packed,      // quantised partials on their way to a peer; a part of scratch memory
 };
-inline constexpr int kBuffers = 8;
+inline constexpr int kBuffers = 9;
 
 // Where the scales of what lies in Input or Slot are.
 inline Buffer scales_of(Buffer rows) { return rows == Buffer::Slot ? Buffer::SlotScales : Buffer::Scales; }
 inline bool is_scales(Buffer buffer) { return buffer == Buffer::Scales || buffer == Buffer::SlotScales; }
 // Memory that peers write to, and that calls on one slot share.
 inline bool in_slot(Buffer buffer) { return buffer == Buffer::Slot || buffer == Buffer::SlotScales; }
+// Memory of this rank alone, that calls on one slot share.
+inline bool in_scratch(Buffer buffer) { return buffer == Buffer::Scratch || buffer == Buffer::Packed; }
 
 // One chunk of one shard in a buffer of a rank. In the slot of a direct reduce-scatter `shard` is the sender; that of a
-// direct all-reduce goes on with the sums: shard s of them is world + s.
+// direct or quantised all-reduce goes on with the sums: shard s of them is world + s.
 struct Region {
   Buffer buffer = Buffer::Input;
   int rank = 0;
@@ -103,15 +117,18 @@ struct Flag {
 };
 
 enum class Kind : std::uint8_t {
-  Gemm,    // compute: writes[0] = reads[0] W^T (+ c) (+ bias); see scales() and c()
-  Put,     // send: writes[0], in a peer's slot, = reads[0]
-  Copy,    // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
-  Reduce,  // compute: writes[0] = the sum of reads in fp32, in their order, rounded once
-  Notify,  // send or recv: set `flag` at its owner
-  Await,   // send or recv: wait until the own `flag` is set, then clear it
-  Record,  // any: `event` is reached when all before it on `stream` is done
-  Wait,    // any: what follows on `stream` starts after `event`
+  Gemm,      // compute: writes[0], here or in a peer's slot, = reads[0] W^T (+ c) (+ bias); see scales() and c()
+  Put,       // send: writes[0], in a peer's slot, = reads[0]
+  Copy,      // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
+  Quantise,  // send: writes[0], packed, = reads[0]
+  Reduce,    // compute: writes[0] = the sum of reads, packed or not, in fp32, in their order, rounded once
+  Notify,    // send or recv: set `flag` at its owner
+  Await,     // send or recv: wait until the own `flag` is set, then clear it
+  Record,    // any: `event` is reached when all before it on `stream` is done
+  Wait,      // any: what follows on `stream` starts after `event`
 };
+
+inline constexpr int kKinds = 9;
 
 struct Op {
   Kind kind = Kind::Gemm;
@@ -129,6 +146,8 @@ struct Op {
     const std::size_t at = scales() ? 2 : 1;
     return reads.size() > at ? &reads[at] : nullptr;
   }
+  // Whether it writes memory of a peer of rank `rank`, whose op it is.
+  bool writes_peer(int rank) const { return !writes.empty() && writes[0].rank != rank; }
   auto tie() const { return std::tie(kind, stream, reads, writes, bias, flag, event); }
 };
 
@@ -167,6 +186,8 @@ EnableTied<T> operator<(const T& a, const T& b) {
 int slot_shards(const Spec&);
 // The shard whose rows a region holds: `region.shard`, but in a slot that is indexed by sender.
 int data_shard(const Spec&, const Region&);
+// Whether its rows have fewer bits, and their scales with them: from their Quantise to the Reduce that reads them.
+bool is_packed(const Spec&, const Region&);
 
 // Full flags of one (sender, receiver) pair that any plan of this world size can use: a ring passes W-1 shards on, and
 // an all-reduce does so twice.
@@ -175,6 +196,8 @@ constexpr int full_flags_per_pair(int world) { return 2 * kMaxChunks * (world > 
 const char* name(Operation);
 const char* name(Algorithm);
 const char* name(Reduction);
+const char* name(Transfer);
+const char* name(Taper);
 const char* name(Buffer);
 const char* name(Kind);
 std::string name(Stream);

@@ -27,7 +27,7 @@ Span accesses_of(const Graph& graph, int call, int rank, Buffer buffer) {
 
 // Memory that consecutive calls share, each laying it out anew: what one has in any part of it overlaps all of
 // another's.
-const std::vector<Buffer> kShared[] = {{Buffer::Slot, Buffer::SlotScales}, {Buffer::Scratch}};
+const std::vector<Buffer> kShared[] = {{Buffer::Slot, Buffer::SlotScales}, {Buffer::Scratch, Buffer::Packed}};
 
 std::vector<Access> accesses_of(const Graph& graph, int call, int rank, const std::vector<Buffer>& memory) {
   std::vector<Access> found;
@@ -172,8 +172,8 @@ class Collector {
     for (int node = g_.begin(call, rank) + 1; node < g_.issued(call, rank); ++node) {
       const Op& op = *g_.nodes[node].op;
       const bool full = op.flag.kind == FlagKind::Full;
-      if (op.kind == Kind::Put || (op.kind == Kind::Notify && full)) {
-        const int to = op.kind == Kind::Put ? op.writes[0].rank : op.flag.receiver;
+      if (op.writes_peer(rank) || (op.kind == Kind::Notify && full)) {
+        const int to = op.kind == Kind::Notify ? op.flag.receiver : op.writes[0].rank;
         if (taken[to] >= 0) require(Rule::CreditTaken, taken[to], node);
       }
       const auto own_slot = [&](const Region& region) { return in_slot(region.buffer) && region.rank == rank; };

@@ -18,7 +18,7 @@ struct Requirement {
     AwaitsInTurn,    // two Awaits of a flag: either could take the other's Notify
     Started,         // the begin of the call on main, the first work of a stream
     Joined,          // the last work of a stream, the end of the call on main
-    CreditTaken,     // the Await of a credit, a Put or Notify that needs it
+    CreditTaken,     // the Await of a credit, a write to the slot or Notify that needs it
     CreditReturned,  // the last use of a slot, the Notify that gives it back
   };
   Rule rule = Rule::Race;

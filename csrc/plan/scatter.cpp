@@ -17,7 +17,8 @@ Plan scatter_direct(const Spec& spec, int rank) {
   for (int step = 1; step < spec.world; ++step) {
     const int to = w.peer(step);
     for (int c = 0; c < spec.chunks; ++c) {
-      sent[c][step] = put(w, direct_partial(w, to, c), Writer::slot_of(to, rank, c), c);
+      const Region slot = Writer::slot_of(to, rank, c);
+      sent[c][step] = send(w, direct_partial(w, to, c, slot), slot, c);
     }
   }
 
@@ -39,9 +40,10 @@ Plan scatter_ring(const Spec& spec, int rank) {
     const int shard = w.peer(-1 - step);
     const bool last = step + 1 == spec.world;
     for (int c = 0; c < spec.chunks; ++c) {
-      const Region sum = last ? w.output(shard, c) : w.scratch(shard, c);
+      const Region slot = Writer::slot_of(next, shard, c);
+      const Region sum = last ? w.output(shard, c) : made_in(w, w.scratch(shard, c), slot);
       const Made part = ring_partial(w, step, shard, c, sent[c], sum);
-      if (!last) sent[c] = put(w, part, Writer::slot_of(next, shard, c), step * spec.chunks + c);
+      if (!last) sent[c] = send(w, part, slot, step * spec.chunks + c);
     }
   }
   w.return_credits();

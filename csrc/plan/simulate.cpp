@@ -24,7 +24,8 @@ struct Task {
   bool finished = false;
   double issued = 0;
   double remaining = 0;  // of its work on a shared resource, in seconds of it alone
-  double share = 1;      // of the resource that it can use
+  double share = 0;      // of the multiprocessors that it can use
+  double link = 0;       // of its links
   Span span;
   std::vector<int> released;  // tasks that have got to their Wait or Await and need this one
 };
@@ -84,10 +85,7 @@ class Simulation {
   // A chunk without rows, which executors leave out.
   bool is_empty(const Task& task) const { return task.op->is_data() && sizes_.rows(task.op->writes[0]) == 0; }
 
-  double bytes_of(const Region& region) const {
-    return static_cast<double>(sizes_.rows(region) *
-                               (is_scales(region.buffer) ? Sizes::kScaleBytes : sizes_.row_bytes));
-  }
+  double bytes_of(const Region& region) const { return static_cast<double>(sizes_.bytes(region)); }
 
   void start_next(Stream& stream, double now) {
     if (stream.next == stream.tasks.size()) return;
@@ -101,13 +99,20 @@ class Simulation {
       case Kind::Gemm: {
         const std::int64_t rows = sizes_.rows(task.op->writes[0]);
         const GemmCost alone = gemm_cost(costs_, rows, sizes_.n, sizes_.k, task.op->c() != nullptr);
-        task.share = alone.share;
-        return share_after(start + costs_.gemm_latency, alone.seconds - costs_.gemm_latency, id);
+        StoreCost cost = {alone.seconds, alone.share, 0};
+        if (task.op->writes_peer(task.rank)) cost = store_cost(costs_, alone, bytes);
+        task.share = cost.share;
+        task.link = cost.link;
+        return share_after(start + costs_.gemm_latency, cost.seconds - costs_.gemm_latency, id);
       }
       case Kind::Put:
+        task.link = 1;
         return share_after(start + costs_.put_latency, bytes / link_bandwidth(costs_, bytes), id);
+      case Kind::Quantise:
       case Kind::Reduce: {
-        const double touched = bytes * static_cast<double>(task.op->reads.size() + 1);
+        task.share = 1;
+        double touched = bytes;
+        for (const Region& region : task.op->reads) touched += bytes_of(region);
         return share_after(start + costs_.copy_latency, touched / costs_.reduce_bandwidth, id);
       }
       case Kind::Copy:
@@ -170,17 +175,17 @@ class Simulation {
   // By how much others slow a task down on the resource that it has the least of. GEMMs and Reduces at once do not, as
   // long as one runs on multiprocessors that the last waves of another leave idle.
   double slowdown(const Task& task) const {
-    if (task.op->kind != Kind::Put) return std::max(1.0, engine_[task.rank]);
-    return std::max(outgoing_[task.rank], incoming_[task.op->writes[0].rank]);
+    double most = 1;
+    if (task.share > 0) most = std::max(most, engine_[task.rank]);
+    if (task.link > 0) most = std::max({most, outgoing_[task.rank], incoming_[task.op->writes[0].rank]});
+    return most;
   }
 
   void count(const Task& task, int change) {
-    if (task.op->kind != Kind::Put) {
-      engine_[task.rank] += change * task.share;
-      return;
-    }
-    outgoing_[task.rank] += change;
-    incoming_[task.op->writes[0].rank] += change;
+    engine_[task.rank] += change * task.share;
+    if (task.link == 0) return;
+    outgoing_[task.rank] += change * task.link;
+    incoming_[task.op->writes[0].rank] += change * task.link;
   }
 
   // On to the next event, or to the end of the work that is the first to be done at the present rates.
@@ -237,8 +242,8 @@ class Simulation {
   std::vector<Stream> streams_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<int> sharing_;
-  std::vector<double> engine_;            // what the tasks at work could use of the GPU, by rank; 1 is all of it
-  std::vector<int> outgoing_, incoming_;  // tasks at work on each link, by rank
+  std::vector<double> engine_;               // what the tasks at work could use of the GPU, by rank; 1 is all of it
+  std::vector<double> outgoing_, incoming_;  // the same of each link
 };
 
 }  // namespace

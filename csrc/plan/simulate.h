@@ -12,10 +12,8 @@ namespace streamoverlap::plan {
 
 // What a plan leaves open: the rows of a region, and the widths of this call on every rank.
 struct Sizes {
-  std::function<std::int64_t(const Region&)> rows;
-  std::int64_t n = 0, k = 0;                      // of each rank's GEMMs
-  std::int64_t row_bytes = 0;                     // of a row that is exchanged
-  static constexpr std::int64_t kScaleBytes = 4;  // of a row's scale
+  std::function<std::int64_t(const Region&)> rows, bytes;
+  std::int64_t n = 0, k = 0;  // of each rank's GEMMs
 };
 
 struct Span {
@@ -24,8 +22,9 @@ struct Span {
 
 // The span of every op of every rank, by its place in plan.ops: from when it occupies its stream until the next op may.
 // All resources are idle and all credits there at first. The CPU of a rank issues its ops one after the other, or in a
-// CUDA graph (`graph`) all at once. Streams run in order. GEMMs and Reduces of a rank share its multiprocessors in
-// equal parts; a Put has an equal part of the sender's outgoing or the receiver's incoming link, whichever is less.
+// CUDA graph (`graph`) all at once. Streams run in order. Kernels of a rank (Gemm, Reduce, Quantise) share its
+// multiprocessors in equal parts; Puts, and Gemms that store in a peer's slot, share the sender's outgoing and the
+// receiver's incoming link.
 //
 // Throws std::invalid_argument for malformed plans, for costs that cannot be, and for plans that deadlock, naming the
 // op that waits for ever.

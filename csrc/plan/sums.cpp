@@ -14,9 +14,15 @@ Region product(const Writer& w, int shard, int chunk) {
 
 }  // namespace
 
-Made direct_partial(Writer& w, int shard, int chunk) {
+Region made_in(const Writer& w, const Region& own, const Region& to) {
+  return w.spec().transfer == Transfer::Store ? to : own;
+}
+
+int sum_in(const Spec& spec, int shard) { return slot_shards(spec) > spec.world ? spec.world + shard : shard; }
+
+Made direct_partial(Writer& w, int shard, int chunk, const Region& to) {
   if (!multiplies(w.spec())) return {w.source(shard, chunk)};
-  const Made made = {product(w, shard, chunk), w.next_compute()};
+  const Made made = {made_in(w, product(w, shard, chunk), to), w.next_compute()};
   w.gemm(made.stream, {w.input(shard, chunk)}, made.region, false);
   return made;
 }
@@ -87,9 +93,13 @@ Made ring_partial(Writer& w, int step, int shard, int chunk, int sent, const Reg
   return {sum, compute};
 }
 
-int put(Writer& w, const Made& made, const Region& to, int index) {
+int send(Writer& w, const Made& made, const Region& to, int index) {
+  if (made.region == to) return w.notify(to.rank, index, w.record(made.stream));
   if (made.stream >= 0) w.wait(kSend, w.record(made.stream));
-  return w.put(made.region, to, index);
+  if (!is_packed(w.spec(), to)) return w.put(made.region, to, index);
+  const Region packed = w.packed(data_shard(w.spec(), to), to.chunk);
+  w.quantise(made.region, packed);
+  return w.put(packed, to, index);
 }
 
 }  // namespace streamoverlap::plan

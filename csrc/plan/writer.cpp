@@ -44,6 +44,12 @@ void Writer::copy_input() {
 Stream Writer::next_compute() { return kCompute + computes_++ % plan_.spec.compute_streams; }
 
 void Writer::gemm(Stream stream, std::vector<Region> a_and_c, const Region& d, bool bias) {
+  if (d.rank != rank() && !credited_[stream]) {
+    credited_[stream] = true;
+    if (credits_ < 0) credits_ = record(kSend);
+    started_[stream] = true;  // the credits are taken after the call has begun
+    wait(stream, credits_);
+  }
   Op& op = emit(Kind::Gemm, stream);
   op.reads = std::move(a_and_c);
   if (spec().scaled) op.reads.insert(op.reads.begin() + 1, scales(op.reads[0]));
@@ -63,6 +69,12 @@ void Writer::copy(const Region& from, const Region& to, Stream stream) {
   op.writes = {to};
 }
 
+void Writer::quantise(const Region& from, const Region& to) {
+  Op& op = emit(Kind::Quantise, kSend);
+  op.reads = {from};
+  op.writes = {to};
+}
+
 int Writer::put(const Region& from, const Region& to, int index) {
   Op& put = emit(Kind::Put, kSend);
   put.reads = {from};
@@ -73,6 +85,12 @@ int Writer::put(const Region& from, const Region& to, int index) {
     with.writes = {scales(to)};
   }
   emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), to.rank, index};
+  return record(kSend);
+}
+
+int Writer::notify(int receiver, int index, int stored) {
+  wait(kSend, stored);
+  emit(Kind::Notify, kSend).flag = {FlagKind::Full, rank(), receiver, index};
   return record(kSend);
 }
 

@@ -23,6 +23,7 @@ class Writer {
   Region output(int shard, int chunk) const { return {Buffer::Output, rank(), shard, chunk}; }
   Region gathered(int shard, int chunk) const { return {Buffer::Gathered, rank(), shard, chunk}; }
   Region scratch(int shard, int chunk) const { return {Buffer::Scratch, rank(), shard, chunk}; }
+  Region packed(int shard, int chunk) const { return {Buffer::Packed, rank(), shard, chunk}; }
   Region slot(int shard, int chunk) const { return {Buffer::Slot, rank(), shard, chunk}; }
   static Region slot_of(int rank, int shard, int chunk) { return {Buffer::Slot, rank, shard, chunk}; }
 
@@ -34,13 +35,17 @@ class Writer {
 
   Stream next_compute();  // round robin
 
-  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);  // reads the scales of a, where it has
+  // Reads the scales of a, where it has some; takes the credits, where it stores.
+  void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
   void copy(const Region& from, const Region& to, Stream stream = kSend);
+  void quantise(const Region& from, const Region& to);
 
   // Put on the send stream, of gathered rows with their scales, and set the receiver's flag `index`. The event is
   // reached once the flag is set.
   int put(const Region& from, const Region& to, int index);
+  // The same of what a Gemm stored in the receiver's slot, once `stored` is reached.
+  int notify(int receiver, int index, int stored);
   // Await on the recv stream, not before `after`. The event is reached once the data is there.
   int await(int sender, int index, int after);
 
@@ -58,8 +63,9 @@ class Writer {
 
   Plan plan_;
   int begin_ = -1;
+  int credits_ = -1;  // event after the last credit is taken, where a Gemm waits for it
   int computes_ = 0;
-  std::array<bool, kMaxStreams> started_{};
+  std::array<bool, kMaxStreams> started_{}, credited_{};
   std::array<int, kMaxStreams> fresh_{};  // event recorded after the last op of a stream, -1 where there is none
 };
 

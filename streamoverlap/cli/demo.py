@@ -21,7 +21,7 @@ from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES, Problem
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.usage import UsageError, positive
-from streamoverlap.spec import ALGORITHMS, REDUCTIONS
+from streamoverlap.spec import ALGORITHMS, REDUCTIONS, TAPERS, TRANSFERS
 
 _EXAMPLE = """\
 examples:
@@ -58,6 +58,8 @@ def add_parser(commands) -> None:
     chosen.add_argument("--chunks", metavar="N", type=positive, help="parts of a shard")
     chosen.add_argument("--compute-streams", metavar="N", type=positive, help="GEMMs go round robin over these")
     chosen.add_argument("--reduce", choices=REDUCTIONS, help="how partials are summed")
+    chosen.add_argument("--transfer", choices=TRANSFERS, help="how partials get to a peer")
+    chosen.add_argument("--taper", choices=TAPERS, help="which chunks have half the rows")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=run)
 
@@ -115,7 +117,7 @@ def _default_text() -> Path:
 
 
 def _plan(args: argparse.Namespace) -> so.PlanSpec | None:
-    names = ("algorithm", "chunks", "compute_streams", "reduce")
+    names = ("algorithm", "chunks", "compute_streams", "reduce", "transfer", "taper")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
         return so.PlanSpec(**given) if given else None
@@ -187,7 +189,9 @@ def _describe(op: str, plan: so.PlanSpec) -> str:
     if plan.algorithm == "serial":
         return "serial"
     text = f"{plan.algorithm}, chunks={plan.chunks}, compute_streams={plan.compute_streams}"
-    return f"{text}, reduce={plan.reduce}" if op == "gemm_reduce_scatter" else text
+    if op == "gemm_reduce_scatter":
+        text += f", reduce={plan.reduce}" + (f", transfer={plan.transfer}" if plan.transfer != "copy" else "")
+    return text + (f", taper={plan.taper}" if plan.taper != "none" else "")
 
 
 def _as_json(problem: Problem, outcomes: list[Outcome], wrong: list[int]) -> dict:

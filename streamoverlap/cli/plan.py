@@ -12,6 +12,7 @@ from streamoverlap import simulate as simulator
 from streamoverlap.cli.plan_view import list_of_ops, side_by_side, steps
 from streamoverlap.cli.terminal import UNBOUNDED, make_console
 from streamoverlap.cli.usage import UsageError, positive, shape
+from streamoverlap.spec import TAPERS, TRANSFERS
 from streamoverlap.timeline import Timeline
 
 _EXAMPLE = """\
@@ -58,11 +59,14 @@ def add_parser(commands) -> None:
         "--compute-streams", metavar="N", type=positive, default=1, help="GEMMs go round robin over these (1)"
     )
     parser.add_argument("--reduce", choices=("accumulate", "sum"), default="accumulate", help="how partials are summed")
+    parser.add_argument("--transfer", choices=TRANSFERS, default="copy", help="how partials get to a peer (copy)")
+    parser.add_argument("--taper", choices=TAPERS, default="none", help="chunks of half the rows, in a picture (none)")
     parser.add_argument("--keep-gathered", action="store_true", help="all_gather_gemm: also hand out the gathered x")
     parser.add_argument(
         "--copy-input", action="store_true", help="plain collectives: copy x first, so that the caller may write it"
     )
     parser.add_argument("--scaled", action="store_true", help="products: of float8, with scales")
+    parser.add_argument("--quantised", action="store_true", help="sums: partials travel in fewer bits (--reduce sum)")
     parser.add_argument("--unpruned", action="store_true", help="with the waits that the checker finds needless")
     parser.add_argument("--without", metavar="#", type=int, help="leave this op out: what would the checker say?")
     parser.add_argument("--draw", metavar="FILE", type=Path, help=".png or .svg: the plan as simulated, and its faults")
@@ -94,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
             keep_gathered=args.keep_gathered,
             copy_input=args.copy_input,
             scaled=args.scaled,
+            transfer=args.transfer,
+            taper=args.taper,
+            quantised=args.quantised,
             pruned=not args.unpruned,
         )
         ranks = built if args.without is None else _without(built, rank, args.without)

@@ -12,6 +12,7 @@ from streamoverlap.plans import STREAMS, Flag, Op, Plan
 _STYLES = {
     "gemm": "green",
     "reduce": "green",
+    "quantise": "cyan",
     "put": "cyan",
     "copy": "cyan",
     "notify": "magenta",

@@ -13,7 +13,7 @@ from streamoverlap import plans
 from streamoverlap import simulate as simulator
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.usage import UsageError, positive, shape
-from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, PlanSpec, spec_of
 
 _EXAMPLE = """\
 examples:
@@ -40,6 +40,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--op", choices=plans.OPERATIONS, default="all_gather_gemm", help="default all_gather_gemm")
     parser.add_argument("--as-tp", metavar="W", type=positive, help="split N or K by this, not by --world")
     parser.add_argument("--dtype-bytes", metavar="B", type=positive, default=2, help="bytes of an element (2)")
+    parser.add_argument("--wire", choices=("fp8",), help="of ops that sum: partials travel as float8")
     parser.add_argument("--device", metavar="NAME|FILE", default="h200", help="whose costs: h200, or a file (h200)")
     parser.add_argument("--graph", action="store_true", help="replayed from a CUDA graph: no CPU cost")
     parser.add_argument("--calibrate", metavar="OUT.json", type=Path, help="measure the costs here, write them there")
@@ -57,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--world", args.world), ("--shape", args.shape)):
         if value is None:
             raise UsageError(f"streamoverlap simulate: {name} is missing (see streamoverlap simulate --help)")
+    quantised = args.wire is not None
+    if quantised and args.op in GATHERS:
+        raise UsageError(f"streamoverlap simulate: --wire is for ops that sum; --op is {args.op}")
     sizes = (args.op, args.world, *args.shape)
     options = {"costs": costs, "as_tp": args.as_tp}
     simulated = {**options, "dtype_bytes": args.dtype_bytes, "graph": args.graph}
@@ -65,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with status:
             gemm = simulator.gemm_seconds(*sizes, **options)
-            ranking = simulator.best(*sizes, **simulated)
-            rows = [_row(plan, seconds, gemm, sizes, simulated) for plan, seconds in ranking]
+            ranking = simulator.best(*sizes, **simulated, quantised=quantised)
+            rows = [_row(plan, seconds, gemm, sizes, quantised, simulated) for plan, seconds in ranking]
     except ValueError as error:
         raise UsageError(f"streamoverlap simulate: {error}") from error
     if args.json:
@@ -76,18 +80,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(plan: PlanSpec, seconds: float, gemm: float, sizes: tuple, simulated: dict) -> dict:
+def _row(plan: PlanSpec, seconds: float, gemm: float, sizes: tuple, quantised: bool, simulated: dict) -> dict:
     operation, world, *shape = sizes
     if plan.algorithm == "serial":
         exposed = 1 - gemm / seconds if seconds else 0.0
     else:
-        timeline = simulator.simulate(simulator.spec_of(plan, operation, world), *shape, **simulated)
+        timeline = simulator.simulate(spec_of(operation, plan, world, quantised=quantised), *shape, **simulated)
         exposed = max(timeline.exposed_fraction(rank) for rank in range(world))
     return {
         "algorithm": plan.algorithm,
         "chunks": plan.chunks,
         "compute_streams": plan.compute_streams,
         "reduce": plan.reduce,
+        "transfer": plan.transfer,
+        "taper": plan.taper,
         "seconds": seconds,
         "over_gemm": seconds / gemm if gemm else None,
         "exposed": exposed,
@@ -98,14 +104,16 @@ def _print(args: argparse.Namespace, costs: simulator.Costs, gemm: float, rows: 
     console = make_console()
     m, n, k = args.shape
     issued = "CUDA graph" if args.graph else "issued by the CPU"
-    console.print(f"{args.op}, {args.world} ranks, M={m} N={n} K={k}, {issued}; simulated", style="bold")
+    wire = f", wire {args.wire}" if args.wire else ""
+    console.print(f"{args.op}, {args.world} ranks, M={m} N={n} K={k}{wire}, {issued}; simulated", style="bold")
     best = rows[0]
     predicted = f"predicted {best['seconds'] * 1e6:,.1f} us, exposed {best['exposed']:.1%}"
     if gemm:
         predicted += f"; GEMM alone {gemm * 1e6:,.1f} us, t/GEMM {best['over_gemm']:.3f}"
     console.print(predicted)
     numbers = ("chunks", "compute streams", "time (us)", "t/GEMM", "exposed")
-    table = make_table("algorithm", "chunks", "compute streams", "reduce", *numbers[2:], right=numbers)
+    ways = ("reduce", "transfer", "taper")
+    table = make_table("algorithm", "chunks", "compute streams", *ways, *numbers[2:], right=numbers)
     sums = args.op in SUMS_OF_PRODUCTS
     for row in rows:
         overlaps = row["algorithm"] != "serial"
@@ -114,6 +122,8 @@ def _print(args: argparse.Namespace, costs: simulator.Costs, gemm: float, rows: 
             str(row["chunks"]) if overlaps else "-",
             str(row["compute_streams"]) if overlaps else "-",
             row["reduce"] if overlaps and sums else "-",
+            row["transfer"] if overlaps and sums else "-",
+            row["taper"] if overlaps else "-",
             f"{row['seconds'] * 1e6:,.1f}",
             f"{row['over_gemm']:.3f}" if gemm else "-",
             f"{row['exposed']:.1%}",
@@ -147,6 +157,7 @@ def _as_json(args: argparse.Namespace, costs: simulator.Costs, gemm: float, rows
         "as_tp": args.as_tp,
         "dtype_bytes": args.dtype_bytes,
         "graph": args.graph,
+        "wire": args.wire,
         "gemm_seconds": gemm,
         "plans": rows,
         "costs": costs.as_json(),

@@ -19,7 +19,7 @@ from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.trace_rank import Job, RankTimes
 from streamoverlap.cli.usage import UsageError, positive, shape
 from streamoverlap.plans import OPERATIONS
-from streamoverlap.spec import REDUCTIONS
+from streamoverlap.spec import REDUCTIONS, TAPERS, TRANSFERS
 from streamoverlap.tracing import validate_path
 
 _EXAMPLE = """\
@@ -75,6 +75,8 @@ def add_parser(commands) -> None:
         "--compute-streams", metavar="N", type=positive, default=1, help="GEMMs go round robin over these (1)"
     )
     parser.add_argument("--reduce", choices=REDUCTIONS, default="accumulate", help="how partials are summed")
+    parser.add_argument("--transfer", choices=TRANSFERS, default="copy", help="how partials get to a peer (copy)")
+    parser.add_argument("--taper", choices=TAPERS, default="none", help="which chunks have half the rows (none)")
     parser.add_argument(
         "--out", metavar="FILE", action="append", type=Path, default=[], help=".json, .png or .svg; may be repeated"
     )
@@ -135,7 +137,8 @@ def _job(args: argparse.Namespace) -> Job:
                 f"streamoverlap trace: {name} of --shape is {value}; expected a multiple of --world, {world}"
             )
     try:
-        plan = so.PlanSpec(args.algorithm, args.chunks, args.compute_streams, args.reduce)
+        ways = (args.reduce, args.transfer, args.taper)
+        plan = so.PlanSpec(args.algorithm, args.chunks, args.compute_streams, *ways)
     except ValueError as error:
         raise UsageError(f"streamoverlap trace: {error}") from error
     for path in args.out:

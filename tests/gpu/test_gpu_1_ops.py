@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import algorithms, communicator, gpu_inputs, hold_back, on_device, streams_of, verify, wrong_in
 from ranks import subgroups
-from references import DTYPES, PLAIN, SUMS_OF_PRODUCTS, Case, call, expected, inputs
+from references import DTYPES, PLAIN, Case, call, expected, inputs, overlapped_plans
 
 import streamoverlap as so
 from streamoverlap.plans import OPERATIONS
@@ -29,10 +29,8 @@ def name(dtype: torch.dtype) -> str:
 
 
 def plans(operation: str, world: int, streams: tuple[int, ...]) -> list[so.PlanSpec]:
-    reductions = ("accumulate", "sum") if operation in SUMS_OF_PRODUCTS else ("accumulate",)
-    overlapped = product(("direct", "ring"), (1, 2, 3, 5), streams, reductions)
     serial = [so.PlanSpec("serial")] if "serial" in algorithms(world) else []
-    return serial + [so.PlanSpec(*options) for options in overlapped]
+    return serial + list(overlapped_plans(operation, (1, 2, 3, 5), streams))
 
 
 def number_cases(operation: str, combinations: Iterator[tuple]) -> list[Case]:

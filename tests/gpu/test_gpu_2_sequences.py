@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import InFlight, algorithms, communicator, gpu_inputs, hold_back, hold_back_in_turn, new_group
 from ranks import subgroups
-from references import Case, Inputs, call, expected
+from references import SUMS_OF_PRODUCTS, Case, Inputs, call, expected
 from test_sequences import every_pair_in_a_row, in_threads, mixed_calls
 
 import streamoverlap as so
@@ -49,12 +49,20 @@ def test_300_mixed_calls_are_bit_equal_with_each_stream_of_each_rank_held_back(r
 
 
 def test_any_two_plans_in_a_row_on_one_slot(ranks) -> None:
-    kinds = [*product(OPERATIONS, ("direct", "ring"), (1, 2))]
+    kinds = [*product(OPERATIONS, ("direct", "ring"), (1, 2), ("copy",))]
+    kinds += product(SUMS_OF_PRODUCTS, ("direct", "ring"), (2,), ("store",))
     # Calls go round the two slots, so each is made twice: both slots see the sequence.
     sequence = [kind for kind in every_pair_in_a_row(kinds) for _ in range(2)]
     calls = [
-        Case(operation, so.PlanSpec(algorithm, chunks, 2), lead=(3 + i % 4,), k=4 + i % 5, bias=True, seed=i)
-        for i, (operation, algorithm, chunks) in enumerate(sequence)
+        Case(
+            operation,
+            so.PlanSpec(algorithm, chunks, 2, transfer=transfer),
+            lead=(3 + i % 4,),
+            k=4 + i % 5,
+            bias=True,
+            seed=i,
+        )
+        for i, (operation, algorithm, chunks, transfer) in enumerate(sequence)
     ]
     undelayed = ranks(3).run(run_sequence, calls, 0.0, timeout=100)
     assert ranks(3).run(run_sequence, calls, 1.0, timeout=100) == undelayed

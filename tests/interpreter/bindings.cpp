@@ -1,6 +1,7 @@
 // streamoverlap._interpreter: plans travel as plain tuples, so no type crosses from streamoverlap._C.
 //
-//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled)
+//   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,
+//             transfer, taper)
 //   plan   = (*spec, rank, events, [op, ...])
 //   op     = (kind, stream, [region, ...] read, [region, ...] written, bias, flag, event)
 //   region = (buffer, rank, shard, chunk)
@@ -46,6 +47,9 @@ plan::Spec to_spec(const py::tuple& t) {
   spec.keep_gathered = t[6].cast<bool>();
   spec.copy_input = t[7].cast<bool>();
   spec.scaled = t[8].cast<bool>();
+  spec.transfer = enumerator<plan::Transfer>("transfer", t[9], 2);
+  spec.taper = enumerator<plan::Taper>("taper", t[10], 4);
+  spec.quantised = t[11].cast<bool>();
   return spec;
 }
 
@@ -65,7 +69,7 @@ plan::Op to_op(const py::tuple& t) {
   const auto flag = t[5].cast<py::tuple>();
   expect_fields("flag", flag, 4);
   plan::Op op;
-  op.kind = enumerator<plan::Kind>("kind", t[0], 8);
+  op.kind = enumerator<plan::Kind>("kind", t[0], plan::kKinds);
   op.stream = t[1].cast<int>();
   op.reads = to_regions(t[2]);
   op.writes = to_regions(t[3]);
@@ -77,12 +81,12 @@ plan::Op to_op(const py::tuple& t) {
 }
 
 plan::Plan to_plan(const py::tuple& t) {
-  expect_fields("plan", t, 12);
+  expect_fields("plan", t, 15);
   plan::Plan plan;
   plan.spec = to_spec(t);
-  plan.rank = t[9].cast<int>();
-  plan.events = t[10].cast<int>();
-  for (const py::handle op : t[11]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
+  plan.rank = t[12].cast<int>();
+  plan.events = t[13].cast<int>();
+  for (const py::handle op : t[14]) plan.ops.push_back(to_op(op.cast<py::tuple>()));
   return plan;
 }
 
@@ -104,7 +108,7 @@ std::vector<std::string> interpret_tuples(const std::vector<std::vector<py::tupl
 }
 
 py::dict mutate_tuple(const py::tuple& spec_tuple, bool prune, std::size_t max_states, std::uint64_t seed) {
-  expect_fields("spec", spec_tuple, 9);
+  expect_fields("spec", spec_tuple, 12);
   const plan::Spec spec = to_spec(spec_tuple);
   Campaign c;
   {

@@ -195,8 +195,7 @@ class Program::Builder {
   }
 
   void add_op(int call, int rank, const plan::Op& op, int chain, std::map<int, int>& records) {
-    constexpr Step::Type types[] = {Step::Type::Data,   Step::Type::Data,  Step::Type::Data,   Step::Type::Data,
-                                    Step::Type::Notify, Step::Type::Await, Step::Type::Record, Step::Type::Wait};
+    constexpr Step::Type of_sync_ops[] = {Step::Type::Notify, Step::Type::Await, Step::Type::Record, Step::Type::Wait};
     if (op.kind == Kind::Wait && !records.count(op.event)) {
       // CUDA lets such a wait pass at once.
       p_.faults.push_back("wait on an event not yet recorded: rank " + std::to_string(rank) + " " +
@@ -204,7 +203,9 @@ class Program::Builder {
       return;
     }
     const int id = static_cast<int>(p_.steps.size());
-    Step& step = add(types[static_cast<int>(op.kind)], call, rank, chain);
+    Step& step =
+        add(op.is_data() ? Step::Type::Data : of_sync_ops[static_cast<int>(op.kind) - static_cast<int>(Kind::Notify)],
+            call, rank, chain);
     step.op = &op;
     step.reads = places(call, op.reads);
     step.writes = places(call, op.writes);
@@ -223,7 +224,9 @@ class Program::Builder {
     std::map<std::pair<Buffer, int>, std::vector<std::pair<int, bool>>> memory;
     for (std::size_t i = 0; i < accesses.size(); ++i) {
       const Region& region = p_.places[i].region;
-      const Buffer buffer = region.buffer == Buffer::SlotScales ? Buffer::Slot : region.buffer;
+      const Buffer buffer = region.buffer == Buffer::SlotScales ? Buffer::Slot
+                            : region.buffer == Buffer::Packed   ? Buffer::Scratch
+                                                                : region.buffer;
       if (buffer != Buffer::Slot && buffer != Buffer::Scratch) continue;
       auto& list = memory[{buffer, region.rank}];
       list.insert(list.end(), accesses[i].begin(), accesses[i].end());

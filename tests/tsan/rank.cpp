@@ -24,6 +24,7 @@ namespace {
 
 int weight(int rank, int n, int k) { return (rank * 7 + n * 3 + k * 5) % 11 - 5; }
 int bias(int n) { return n + 1; }
+constexpr std::int64_t kPackedRow = 8;
 
 class Loops : public host::Compute {
  public:
@@ -42,16 +43,29 @@ class Loops : public host::Compute {
     }
   }
 
+  // Rows of kPackedRow numbers, further apart than they are long; nothing is lost, so that sums are exact.
+  void quantise(const plan::Op&, Block a, Block packed) override {
+    const int* x = reinterpret_cast<const int*>(a.data);
+    for (std::int64_t i = 0; i < numbers(a); ++i) *in_packed(packed, i) = x[i];
+  }
+
   void reduce(const plan::Op&, const std::vector<Block>& terms, Block sum) override {
     int* y = reinterpret_cast<int*>(sum.data);
-    for (std::int64_t i = 0; i < sum.bytes() / std::int64_t(sizeof(int)); ++i) {
+    for (std::int64_t i = 0; i < numbers(sum); ++i) {
       int value = 0;
-      for (const Block& term : terms) value += reinterpret_cast<const int*>(term.data)[i];
+      for (const Block& term : terms) {
+        value += term.packed ? *in_packed(term, i) : reinterpret_cast<const int*>(term.data)[i];
+      }
       y[i] = value;
     }
   }
 
  private:
+  static std::int64_t numbers(const Block& block) { return block.bytes() / std::int64_t(sizeof(int)); }
+  static int* in_packed(const Block& block, std::int64_t i) {
+    return reinterpret_cast<int*>(block.data + i / kPackedRow * block.row_bytes) + i % kPackedRow;
+  }
+
   int rank_;
 };
 
@@ -104,6 +118,10 @@ Problem::Problem(const Case& test, const plan::Plan& plan)
   set(Buffer::Copied, &copied_, kK, true);
   set(Buffer::Slot, nullptr, gathers_ ? kK : out, false);
   set(Buffer::Scratch, nullptr, gathers_ ? 0 : out, false);
+  if (test.spec.quantised) {
+    call_.packed_unit = kPackedRow * std::int64_t(sizeof(int));
+    call_.views[static_cast<int>(Buffer::Packed)].row_bytes = call_.packed_unit + kPackedAlignment;
+  }
 }
 
 std::vector<int> Problem::input(int rank) const {
@@ -171,7 +189,15 @@ std::vector<Case> all_cases(int world, int seed) {
           if (option && sums_products) continue;
           for (int chunks = 1; chunks <= 3; ++chunks) {
             for (int streams = 1; streams <= plan::kMaxComputeStreams; ++streams) {
-              add({operation, algorithm, reduction, world, chunks, streams, option && !plain, option && plain});
+              plan::Spec spec{operation, algorithm, reduction,        world,
+                              chunks,    streams,   option && !plain, option && plain};
+              spec.taper = static_cast<plan::Taper>(random() % 4);
+              add(spec);
+              spec.transfer = plan::Transfer::Store;
+              if (plan::wrong_spec(spec).empty()) add(spec);
+              spec.transfer = plan::Transfer::Copy;
+              spec.quantised = true;
+              if (plan::wrong_spec(spec).empty()) add(spec);
             }
           }
         }

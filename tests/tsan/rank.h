@@ -50,8 +50,9 @@ class Problem {
 // The variants of all operations for a world size, in a random order, with changing rows and data.
 std::vector<Case> all_cases(int world, int seed);
 
-// Bytes of a slot that any case fits in.
-constexpr std::int64_t slot_bytes(int world) { return kMaxRows * kK * sizeof(int) * 2 * world; }
+// Bytes of a slot that any case fits in. Packed rows take more room here than others.
+constexpr std::int64_t slot_bytes(int world) { return 1024 * world; }
+static_assert(kMaxRows * kK * sizeof(int) * 2 < 512);
 
 // The pruned plans of all ranks, for every Spec in `cases`. Made before the ranks start: a cache with a lock would
 // order what the plans must order.
