@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import Parameter
-from torch.nn.functional import linear
 
 from streamoverlap import _C, gradients
 from streamoverlap.call import current_mode, in_mode
@@ -23,8 +22,7 @@ class Options(NamedTuple):
     exchange: Exchange
     parameter: Parameter | None = None  # whose main_grad takes the gradient of the one weight
     save_gathered: bool = False  # of an all-gather-GEMM: for the backward pass
-    of_call: dict[str, Any] = {}  # noqa: RUF012  the timeout and streams of the forward call; nobody writes it
-    quantised: bool = False  # what the forward call sums travels as float8
+    of_call: dict[str, Any] = {}  # noqa: RUF012  the timeout, streams and wire of the forward call; nobody writes it
 
     @property
     def weight_gradient(self) -> WeightGradient | None:
@@ -52,6 +50,36 @@ def gemm_reduce_scatter(options: Options, x: Tensor, weight: Tensor, bias: Tenso
 
 def gemm_all_reduce(options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _GemmAllReduce.apply(options, x, weight, bias)
+
+
+def gathered_products(
+    exchange: Exchange,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    keeps: bool,
+    **of_call: Any,
+) -> tuple[list[Tensor], Tensor | None]:
+    """all_gather_gemm without gradients; also the gathered x if `keeps`."""
+    factors = exchange.precision.forward(x, weights)
+
+    def validate(world: int) -> object:
+        return _C.validate_all_gather_gemm(factors.x, factors.weights, biases, world, factors.scaling)
+
+    return factors.all_gather_gemm(exchange.on(x, validate), x, biases, keeps, exchange.plan, **of_call)
+
+
+def summed_products(
+    operation: str, exchange: Exchange, x: Tensor, weight: Tensor, bias: Tensor | None, **of_call: Any
+) -> Tensor:
+    """gemm_reduce_scatter or gemm_all_reduce without gradients."""
+    factors = exchange.precision.forward(x, [weight])
+
+    def validate(world: int) -> object:
+        check = getattr(_C, f"validate_{operation}")
+        return check(factors.x, factors.weights[0], bias, world, factors.scaling, of_call.get("quantised", False))
+
+    return factors.sum_of_products(exchange.on(x, validate), operation, bias, exchange.plan, **of_call)
 
 
 def exchange(options: Options, operation: str, x: Tensor) -> Tensor:
@@ -84,10 +112,8 @@ class _AllGatherGemm(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         needs_weights = ctx.needs_input_grad[4 : 4 + count]
         saves_gathered = options.save_gathered and any(needs_weights)
-        comm = options.exchange.on(x, lambda world: _C.validate_all_gather_gemm(x, weights, biases, world))
-        outputs, gathered = comm.all_gather_gemm(
-            x, weights, biases, return_gathered or saves_gathered, options.exchange.plan, **options.of_call
-        )
+        keeps = return_gathered or saves_gathered
+        outputs, gathered = gathered_products(options.exchange, x, weights, biases, keeps, **options.of_call)
         kept = (gathered if saves_gathered else x) if any(needs_weights) else None
         ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
         ctx.options, ctx.mode, ctx.count = options, current_mode(), count
@@ -123,7 +149,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, options, x, weight)
-        return linear(x, weight, bias)
+        return options.exchange.precision.forward(x, [weight]).linear(bias)
 
     @staticmethod
     @_backward
@@ -139,17 +165,18 @@ class _GemmReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, options, x, weight)
-        return _call("gemm_reduce_scatter", options, x, weight, bias)
+        return summed_products("gemm_reduce_scatter", options.exchange, x, weight, bias, **options.of_call)
 
     @staticmethod
     @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        plan = ctx.options.exchange.plan
-        comm = ctx.options.exchange.on(grad)
+        _, plan, precision = exchange = ctx.options.exchange
+        comm = exchange.on(grad)
 
         def all_gather_gemm(grad: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor, Tensor | None]:
-            outputs, gathered = comm.all_gather_gemm(grad, [weight], [], keeps, plan)
+            factors = precision.dgrad(grad, [weight])
+            outputs, gathered = factors.all_gather_gemm(comm, grad, [], keeps, plan)
             return outputs[0], gathered
 
         return None, *gradients.of_row(
@@ -169,18 +196,19 @@ class _GemmAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, options, x, weight)
-        return _call("gemm_all_reduce", options, x, weight, bias)
+        return summed_products("gemm_all_reduce", options.exchange, x, weight, bias, **options.of_call)
 
     @staticmethod
     @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        dgrad = ctx.options.exchange.precision.dgrad
         return None, *gradients.of_row(
             grad,
             x,
             weight,
             _needs(ctx),
-            lambda grad, weight, _: (linear(grad, weight), grad),
+            lambda grad, weight, _: (dgrad(grad, [weight]).linear(), grad),
             lambda grad: grad,
             ctx.options.weight_gradient,
         )
@@ -190,20 +218,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, operation: str, x: Tensor) -> Tensor:
         ctx.exchange, ctx.mode, ctx.operation = options.exchange, current_mode(), operation
-        return _call(operation, options, x)
+        wire = {name: value for name, value in options.of_call.items() if name == "quantised"}
+        comm = options.exchange.on(x, lambda world: getattr(_C, f"validate_{operation}")(x, world, **wire))
+        return getattr(comm, operation)(x, options.exchange.plan, **options.of_call)
 
     @staticmethod
     @_backward
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, Tensor]:
         operation = gradients.OF_COLLECTIVES[ctx.operation]
         return None, None, getattr(ctx.exchange.on(grad), operation)(grad, ctx.exchange.plan)
-
-
-def _call(operation: str, options: Options, *tensors: Tensor | None) -> Tensor:
-    wire = {"quantised": True} if options.quantised else {}  # all_gather knows none
-    validate = getattr(_C, f"validate_{operation}")
-    comm = options.exchange.on(tensors[0], lambda world: validate(*tensors, world=world, **wire))
-    return getattr(comm, operation)(*tensors, options.exchange.plan, **options.of_call, **wire)
 
 
 def _save(ctx: FunctionCtx, options: Options, x: Tensor, weight: Tensor) -> None:

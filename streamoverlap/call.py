@@ -124,7 +124,7 @@ class Call:
         if self._device.type == "cuda":
             return self._serial_on_stream(lambda: begin().complete(), inputs)
         wait, finish = begin()
-        return self._follow.run(_Before(wait), finish)
+        return self._follow.run(_Before(wait), torch.no_grad()(finish))  # each thread has a grad mode of its own
 
     def _serial_on_stream(self, function: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Work:
         if self._streams is None:

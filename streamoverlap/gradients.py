@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamoverlap.communicator import Communicator
+from streamoverlap.precision import AS_IT_IS, Precision
 from streamoverlap.spec import PlanSpec
 
 # weight_gradient(i, grad, x): that of weight i, or None where it has gone elsewhere.
@@ -31,10 +32,11 @@ OF_COLLECTIVES = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"
 
 
 class Exchange(NamedTuple):
-    """Where and how to exchange."""
+    """Where and how to exchange, and in which precision to multiply."""
 
     group: dist.ProcessGroup
     plan: PlanSpec | None
+    precision: Precision = AS_IT_IS
 
     def on(self, x: Tensor, validate: Callable[[int], object] | None = None) -> Communicator:
         return Communicator.of(self.group, x.device, validate)
@@ -73,8 +75,9 @@ def of_column(
     if needs.x:
         grad = torch.cat(list(grads), dim=-1) if several else grads[0]
         weight = torch.cat(list(weights)) if several else weights[0]
-        op = comm.gemm_all_reduce if x_is == "replicated" else comm.gemm_reduce_scatter
-        dgrad = op(grad, weight.t(), None, exchange.plan, async_op=True)
+        factors = exchange.precision.dgrad(grad, [weight.t()])
+        operation = "gemm_all_reduce" if x_is == "replicated" else "gemm_reduce_scatter"
+        dgrad = factors.sum_of_products(comm, operation, None, exchange.plan, async_op=True)
     bias_gradients = [of_bias(grad) if need else None for grad, need in zip(grads, needs.biases, strict=True)]
     if gathering is not None:
         x = gathering.wait()

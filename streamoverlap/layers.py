@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from streamoverlap.linear import Place, column_linear, gather_features, own_features, row_linear
 from streamoverlap.places import group_of, resolve_group
+from streamoverlap.precision import expect_sizes
 from streamoverlap.spec import PlanSpec
 
 
@@ -28,6 +29,7 @@ class ParallelLinear(nn.Module):
         group: dist.ProcessGroup | None,
         sequence_parallel: bool,
         gradient_accumulation_fusion: bool,
+        precision: str | None,
         plan: PlanSpec | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -38,7 +40,7 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = _size("in_features", in_features), _size("out_features", out_features)
         self.sequence_parallel = sequence_parallel
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.place = Place.of(group, plan)
+        self.place = Place.of(group, plan, precision)
         shape = [out_features, in_features]
         name = ("out_features", "in_features")[self.shard_dim]
         if shape[self.shard_dim] % self.world:
@@ -46,6 +48,7 @@ class ParallelLinear(nn.Module):
                 f"{name} is {shape[self.shard_dim]}; expected a multiple of the group's {self.world} ranks"
             )
         shape[self.shard_dim] //= self.world
+        expect_sizes(self.precision, self.world, name, in_features=in_features, out_features=out_features)
         self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.mark_parameters()
@@ -55,6 +58,11 @@ class ParallelLinear(nn.Module):
     def group(self) -> dist.ProcessGroup:
         """The process group whose ranks share the layer."""
         return group_of(self.place.group_name)
+
+    @property
+    def precision(self) -> str | None:
+        """None, or ``"fp8"``."""
+        return self.place.precision or None
 
     def shard_dims(self) -> dict[str, int]:
         """By the name of each parameter that ranks share out, the dimension along which they do."""
@@ -138,6 +146,7 @@ class ParallelLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank {self.rank} of {self.world}, sequence_parallel={self.sequence_parallel}"
+            + ("" if self.precision is None else f", precision={self.precision!r}")
         )
 
     def _slice(self, whole: Tensor, dim: int) -> Tensor:
@@ -166,10 +175,15 @@ class ColumnParallelLinear(ParallelLinear):
             backward pass exchanges: the gradient of x is summed over ranks.
         gather_output: return the output features of all ranks, on all ranks. Not with `sequence_parallel`.
         save_gathered: keep the gathered x for the backward pass, which then need not gather it again: W times the
-            memory for x.
+            memory for x. With ``precision="fp8"`` the forward pass gathers it besides its float8.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` (float32 or the dtype of x),
             which must be there in the backward pass, with Megatron's ``grad_added_to_main_grad`` and
             ``zero_out_wgrad``. Breaks the graph under ``torch.compile``.
+        precision: None multiplies x and the weight as they are. ``"fp8"``: the forward pass and x's gradient multiply
+            float8_e4m3fn, made of x, the weight and the gradient in each pass with a scale a row, and float8 is what
+            they gather; the weight's gradient is taken of the tensors themselves. Parameters, x, y and all gradients
+            keep their dtype: float32, bfloat16 or float16. Both sizes of a rank's weight must be multiples of 16. On
+            CUDA it needs a Hopper GPU.
         plan: how to exchange, forward and backward; None takes the default.
         device, dtype: of the parameters; ``device="meta"`` allocates and draws nothing.
 
@@ -196,6 +210,7 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: bool = False,
         save_gathered: bool = False,
         gradient_accumulation_fusion: bool = False,
+        precision: str | None = None,
         plan: PlanSpec | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -209,6 +224,7 @@ class ColumnParallelLinear(ParallelLinear):
             group,
             sequence_parallel,
             gradient_accumulation_fusion,
+            precision,
             plan,
             device,
             dtype,
@@ -249,6 +265,7 @@ class RowParallelLinear(ParallelLinear):
             gathered, in the same plan), for any number of rows.
         input_is_parallel: x has this rank's features already. Otherwise x has the features of all, the same on all
             ranks, and the layer takes its part. Not with `sequence_parallel`.
+        precision: as of `ColumnParallelLinear`; partial products travel, and are summed, in the dtype of x.
         group, gradient_accumulation_fusion, plan, device, dtype: as of `ColumnParallelLinear`.
 
     Shapes:
@@ -272,6 +289,7 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: bool = True,
         input_is_parallel: bool = True,
         gradient_accumulation_fusion: bool = False,
+        precision: str | None = None,
         plan: PlanSpec | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -285,6 +303,7 @@ class RowParallelLinear(ParallelLinear):
             group,
             sequence_parallel,
             gradient_accumulation_fusion,
+            precision,
             plan,
             device,
             dtype,

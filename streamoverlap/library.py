@@ -18,11 +18,12 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn.functional import linear
 
-from streamoverlap import gradients, ops
+from streamoverlap import autograd, gradients, ops
 from streamoverlap.call import Mode, in_mode
 from streamoverlap.gradients import Exchange, Needs
 from streamoverlap.inductor import keep_order
 from streamoverlap.places import group_of
+from streamoverlap.precision import DGRAD, precision_of
 from streamoverlap.spec import plan_of_text
 
 _implementations = torch.library.Library("streamoverlap", "IMPL")
@@ -65,6 +66,10 @@ def _fake(function: Any) -> Any:
     return torch.library.register_fake(f"streamoverlap::{name}")(traced)
 
 
+def _exchange(group_name: str, plan: str, precision: str) -> Exchange:
+    return Exchange(group_of(group_name), plan_of_text(plan), precision_of(precision))
+
+
 def _like(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty((rows, *x.shape[1:-1], columns))
 
@@ -80,27 +85,22 @@ def _all_gather_gemm(
     group_name: str,
     return_gathered: bool,
     plan: str,
+    precision: str,
 ) -> list[Tensor]:
-    found = ops.all_gather_gemm(
-        x,
-        weights,
-        group_of(group_name),
-        bias=biases or None,
-        return_gathered=return_gathered,
-        plan=plan_of_text(plan),
-    )
-    return [*found[0], found[1]] if return_gathered else found
+    exchange = _exchange(group_name, plan, precision)
+    outputs, gathered = autograd.gathered_products(exchange, x, weights, biases, return_gathered)
+    return outputs if gathered is None else [*outputs, gathered]
 
 
 @_fake
-def _fake_all_gather_gemm(x, weights, biases, group_name, return_gathered, plan):
+def _fake_all_gather_gemm(x, weights, biases, group_name, return_gathered, plan, precision):
     rows = x.shape[0] * group_of(group_name).size()
     outputs = [_like(x, rows, weight.shape[0]) for weight in weights]
     return [*outputs, _like(x, rows, x.shape[-1])] if return_gathered else outputs
 
 
 def _save_column(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weights, biases, ctx.group_name, return_gathered, ctx.plan = inputs
+    x, weights, biases, ctx.group_name, return_gathered, ctx.plan, ctx.precision = inputs
     needs_weights = any(weight.requires_grad for weight in weights)
     kept = (output[-1] if return_gathered else x) if needs_weights else None
     ctx.x_is = "gathered" if return_gathered else "shard"
@@ -113,13 +113,14 @@ def _column_gradients(ctx: Any, grads: list[Tensor]) -> tuple:
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     count = len(weights)
     needs_biases = list(needs_biases) if ctx.biases else [False] * count
+    where = ctx.group_name, ctx.plan, ctx.precision
     found = _ops.column_backward(
-        grads[:count], kept, ctx.x_is, weights, needs_x, list(needs_weights), needs_biases, ctx.group_name, ctx.plan
+        grads[:count], kept, ctx.x_is, weights, needs_x, list(needs_weights), needs_biases, *where
     )
     of_x, of_weights, of_biases = _unpack(found, Needs(needs_x, needs_weights, needs_biases))
     if needs_x and len(grads) > count:
         of_x = of_x + _ops.reduce_scatter(grads[count], ctx.group_name, ctx.plan)
-    return of_x, of_weights, of_biases if ctx.biases else [], None, None, None
+    return of_x, of_weights, of_biases if ctx.biases else [], None, None, None, None
 
 
 torch.library.register_autograd("streamoverlap::all_gather_gemm", _column_gradients, setup_context=_save_column)
@@ -136,16 +137,16 @@ def _column_backward(
     needs_biases: Sequence[bool],
     group_name: str,
     plan: str,
+    precision: str,
 ) -> list[Tensor]:
-    exchange = Exchange(group_of(group_name), plan_of_text(plan))
-    of_x, of_weights, of_biases = gradients.of_column(
-        grads, x, x_is, weights, Needs(needs_x, needs_weights, needs_biases), exchange
-    )
+    needs = Needs(needs_x, needs_weights, needs_biases)
+    exchange = _exchange(group_name, plan, precision)
+    of_x, of_weights, of_biases = gradients.of_column(grads, x, x_is, weights, needs, exchange)
     return [gradient for gradient in (of_x, *of_weights, *of_biases) if gradient is not None]
 
 
 @_fake
-def _fake_column_backward(grads, x, x_is, weights, needs_x, needs_weights, needs_biases, group_name, plan):
+def _fake_column_backward(grads, x, x_is, weights, needs_x, needs_weights, needs_biases, group_name, plan, precision):
     rows, *middle, _ = grads[0].shape
     rows = rows if x_is == "replicated" else rows // group_of(group_name).size()
     of_x = [grads[0].new_empty((rows, *middle, weights[0].shape[1]))] if needs_x else []
@@ -165,17 +166,19 @@ def _unpack(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, list[Tens
 
 
 @_register
-def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
-    return linear(x, weight, bias)
+def _column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str, precision: str
+) -> Tensor:
+    return precision_of(precision).forward(x, [weight]).linear(bias)
 
 
 @_fake
-def _fake_column_linear(x, weight, bias, group_name, plan):
+def _fake_column_linear(x, weight, bias, group_name, plan, precision):
     return _like(x, x.shape[0], weight.shape[0])
 
 
 def _save_both(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, _, ctx.group_name, ctx.plan = inputs
+    x, weight, _, ctx.group_name, ctx.plan, ctx.precision = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
@@ -183,11 +186,10 @@ def _column_linear_gradients(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     needs = Needs(needs_x, [needs_weight], [needs_bias])
-    found = _ops.column_backward(
-        [grad], x, "replicated", [weight], needs_x, needs.weights, needs.biases, ctx.group_name, ctx.plan
-    )
+    where = ctx.group_name, ctx.plan, ctx.precision
+    found = _ops.column_backward([grad], x, "replicated", [weight], needs_x, needs.weights, needs.biases, *where)
     of_x, of_weights, of_biases = _unpack(found, needs)
-    return of_x, *of_weights, *of_biases, None, None
+    return of_x, *of_weights, *of_biases, None, None, None
 
 
 torch.library.register_autograd("streamoverlap::column_linear", _column_linear_gradients, setup_context=_save_both)
@@ -197,42 +199,53 @@ torch.library.register_autograd("streamoverlap::column_linear", _column_linear_g
 
 
 @_register
-def _gemm_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
-    return ops.gemm_reduce_scatter(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
+def _gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str, precision: str
+) -> Tensor:
+    exchange = _exchange(group_name, plan, precision)
+    return autograd.summed_products("gemm_reduce_scatter", exchange, x, weight, bias)
 
 
 @_fake
-def _fake_gemm_reduce_scatter(x, weight, bias, group_name, plan):
+def _fake_gemm_reduce_scatter(x, weight, bias, group_name, plan, precision):
     return _like(x, x.shape[0] // group_of(group_name).size(), weight.shape[0])
 
 
 @_register
-def _gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str) -> Tensor:
-    return ops.gemm_all_reduce(x, weight, group_of(group_name), bias=bias, plan=plan_of_text(plan))
+def _gemm_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, plan: str, precision: str
+) -> Tensor:
+    exchange = _exchange(group_name, plan, precision)
+    return autograd.summed_products("gemm_all_reduce", exchange, x, weight, bias)
 
 
 @_fake
-def _fake_gemm_all_reduce(x, weight, bias, group_name, plan):
+def _fake_gemm_all_reduce(x, weight, bias, group_name, plan, precision):
     return _like(x, x.shape[0], weight.shape[0])
 
 
 def _scatter_gradients(ctx: Any, grad: Tensor) -> tuple:
     def all_gather_gemm(grad: Tensor, weight: Tensor, keeps: bool) -> tuple[Tensor, Tensor | None]:
-        found = _ops.all_gather_gemm(grad, [weight], [], ctx.group_name, keeps, ctx.plan)
+        found = _ops.all_gather_gemm(grad, [weight], [], ctx.group_name, keeps, ctx.plan, DGRAD[ctx.precision])
         return found[0], found[-1]
 
     return _row_gradients(ctx, grad, all_gather_gemm, lambda grad: _ops.all_gather(grad, ctx.group_name, ctx.plan))
 
 
 def _replicated_gradients(ctx: Any, grad: Tensor) -> tuple:
-    return _row_gradients(ctx, grad, lambda grad, weight, _: (linear(grad, weight), grad), lambda grad: grad)
+    def multiply(grad: Tensor, weight: Tensor, _: bool) -> tuple[Tensor, Tensor]:
+        if not ctx.precision:
+            return linear(grad, weight), grad  # which a compiler knows
+        return _ops.column_linear(grad, weight, None, ctx.group_name, ctx.plan, DGRAD[ctx.precision]), grad
+
+    return _row_gradients(ctx, grad, multiply, lambda grad: grad)
 
 
 def _row_gradients(ctx: Any, grad: Tensor, all_gather_gemm: Any, all_gather: Any) -> tuple:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     needs = Needs(needs_x, [needs_weight], [needs_bias])
-    return *gradients.of_row(grad, x, weight, needs, all_gather_gemm, all_gather), None, None
+    return *gradients.of_row(grad, x, weight, needs, all_gather_gemm, all_gather), None, None, None
 
 
 torch.library.register_autograd("streamoverlap::gemm_reduce_scatter", _scatter_gradients, setup_context=_save_both)

@@ -13,6 +13,7 @@ from streamoverlap.autograd import Options
 from streamoverlap.call import current_mode, in_mode
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import group_of
+from streamoverlap.precision import name_of, precision_of
 from streamoverlap.spec import PlanSpec, plan_of_text
 
 _ops = torch.ops.streamoverlap
@@ -24,18 +25,19 @@ FUSION_WRITES_MAIN_GRAD = (
 
 
 class Place(NamedTuple):
-    """Where and how a layer exchanges, as values: a compiler knows no process group."""
+    """Where and how a layer exchanges and multiplies, as values: a compiler knows no process group."""
 
     group_name: str
     plan: str = ""  # PlanSpec.to_text
+    precision: str = ""
 
     @classmethod
-    def of(cls, group: torch.distributed.ProcessGroup, plan: PlanSpec | None) -> Place:
-        return cls(group.group_name, "" if plan is None else plan.to_text())
+    def of(cls, group: torch.distributed.ProcessGroup, plan: PlanSpec | None, precision: str | None = None) -> Place:
+        return cls(group.group_name, "" if plan is None else plan.to_text(), name_of(precision))
 
     @property
     def exchange(self) -> Exchange:
-        return Exchange(group_of(self.group_name), plan_of_text(self.plan))
+        return Exchange(group_of(self.group_name), plan_of_text(self.plan), precision_of(self.precision))
 
 
 def column_linear(
@@ -65,7 +67,7 @@ def column_linear(
         return _ops.column_linear(x, weight, bias, *place)
     biases = [] if bias is None else [bias]
     keeps = save_gathered and torch.is_grad_enabled()
-    return _ops.all_gather_gemm(x, [weight], biases, place.group_name, keeps, place.plan)[0]
+    return _ops.all_gather_gemm(x, [weight], biases, place.group_name, keeps, place.plan, place.precision)[0]
 
 
 def row_linear(
@@ -161,7 +163,8 @@ class _OwnFeatures(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, place: Place) -> Tensor:
-    return _ops.all_gather(x.movedim(-1, 0).contiguous(), *place).movedim(0, -1).contiguous()
+    gathered = _ops.all_gather(x.movedim(-1, 0).contiguous(), place.group_name, place.plan)
+    return gathered.movedim(0, -1).contiguous()
 
 
 def _own(x: Tensor, place: Place) -> Tensor:

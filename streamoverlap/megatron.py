@@ -34,6 +34,7 @@ except ImportError as error:
     ) from error
 
 from streamoverlap.linear import Place, column_linear, gather_features, own_features, row_linear
+from streamoverlap.precision import expect_sizes, name_of
 from streamoverlap.spec import PlanSpec
 
 if not megatron.core.__version__.startswith("0.16."):
@@ -58,10 +59,12 @@ class _Overlapped(nn.Module):
     Class attributes:
         sharded: the name of the size that ranks share out among them.
         plan: how to exchange; None takes the default. A subclass may set another, the same on all ranks.
+        precision: as of `streamoverlap.ColumnParallelLinear`: None, or ``"fp8"`` in the subclasses of that name.
     """
 
     sharded: str
     plan: PlanSpec | None = None
+    precision: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
@@ -74,7 +77,7 @@ class _Overlapped(nn.Module):
         super().__init__(**given)
         self.config = config
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
-        self.place = Place.of(group, self.plan)
+        self.place = Place.of(group, self.plan, self.precision)
 
     def backward_dw(self) -> None:
         """Does nothing: the backward pass has computed the weight's gradient, since delaying it is refused."""
@@ -101,6 +104,9 @@ class _Overlapped(nn.Module):
         size, world = given[self.sharded], given["tp_group"].size()
         if size % world:
             raise ValueError(f"{self.sharded} is {size}; expected a multiple of the {world} ranks of tp_group")
+        name_of(self.precision)
+        sizes = {name: given[name] for name in ("input_size", "output_size")}
+        expect_sizes(self.precision, world, self.sharded, **sizes)
 
     def _expect_own_exchange(self) -> None:
         """Megatron sets the flag after construction, in shared experts that exchange outside of their layers."""
@@ -199,6 +205,18 @@ class RowParallelLinear(_Overlapped, layers.RowParallelLinear):
         return output, self.bias if self.skip_bias_add else None
 
 
+class Fp8ColumnParallelLinear(ColumnParallelLinear):
+    """With ``precision="fp8"``, as of `streamoverlap.ColumnParallelLinear`."""
+
+    precision = "fp8"
+
+
+class Fp8RowParallelLinear(RowParallelLinear):
+    """With ``precision="fp8"``, as of `streamoverlap.RowParallelLinear`."""
+
+    precision = "fp8"
+
+
 class TorchNorm:
     """Torch's LayerNorm or RMSNorm, also with sequence parallelism, for where Apex's is not installed.
 
@@ -220,52 +238,64 @@ _REPLACED = {
     layers.RowParallelLinear: RowParallelLinear,
     WrappedTorchNorm: TorchNorm,
 }
+_IN_FP8 = {ColumnParallelLinear: Fp8ColumnParallelLinear, RowParallelLinear: Fp8RowParallelLinear}
 
 # Experts exchange nothing themselves; multi-latent attention takes no other class for these two.
 _KEPT = ("experts", "linear_q_down_proj", "linear_kv_down_proj")
 
 
-def overlapped(spec: Spec) -> Spec:
+def overlapped(spec: Spec, precision: str | None = None) -> Spec:
     """A copy of any spec of Megatron's local modules, with the layers of this module in place of Megatron's.
 
     Left as they are: routed experts, and the two down projections of multi-latent attention.
+
+    Args:
+        spec: any; it stays as it is.
+        precision: of the layers: as they multiply now (None), or ``"fp8"``; see `streamoverlap.ColumnParallelLinear`.
+
+    Raises:
+        ValueError: `precision` is another.
     """
-    return _replaced(spec)
+    if not name_of(precision):
+        return _replaced(spec, _REPLACED)
+    return _replaced(spec, {old: _IN_FP8.get(new, new) for old, new in _REPLACED.items()})
 
 
-def gpt_layer_spec(**options: Any) -> ModuleSpec:
+def gpt_layer_spec(precision: str | None = None, **options: Any) -> ModuleSpec:
     """The spec of one GPT layer, for use in other specs; for a whole GPTModel see `gpt_block_spec`.
 
     Args:
+        precision: as of `overlapped`.
         **options: those of ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec``: `num_experts`,
             `qk_layernorm`, `multi_latent_attention`, `normalization` and so on.
 
     Raises:
-        ValueError: `use_kitchen` or `fp8` is set.
+        ValueError: `use_kitchen` or `fp8` is set, or `precision` is another.
     """
     for name in ("use_kitchen", "fp8"):
         if options.get(name):
             raise ValueError(f"{name} is {options[name]!r}; expected it not to be set, with layers of streamoverlap")
-    return overlapped(get_gpt_layer_local_spec(**options))
+    return overlapped(get_gpt_layer_local_spec(**options), precision)
 
 
-def gpt_block_spec(config: Any, **options: Any) -> TransformerBlockSubmodules:
+def gpt_block_spec(config: Any, precision: str | None = None, **options: Any) -> TransformerBlockSubmodules:
     """The spec of all GPT layers of a rank and the final norm: GPTModel's `transformer_layer_spec`.
 
     From the spec of one layer alone GPTModel would make a final norm that, without Apex, refuses sequence parallelism.
 
     Args:
         config: a `TransformerConfig`.
+        precision: as of `overlapped`.
         **options: further ones of ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec``:
             `normalization` (by default that of config), `qk_l2_norm`, `vp_stage`, `pp_rank`.
 
     Raises:
-        ValueError: ``config.use_kitchen`` is set.
+        ValueError: ``config.use_kitchen`` is set, or `precision` is another.
     """
     if config.use_kitchen:
         raise ValueError("config.use_kitchen is True; expected False with layers of streamoverlap")
     options.setdefault("normalization", config.normalization)
-    return overlapped(get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options))
+    return overlapped(get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options), precision)
 
 
 class SpecProvider(LocalSpecProvider):
@@ -278,18 +308,18 @@ class SpecProvider(LocalSpecProvider):
         return RowParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return _replaced(super().layer_norm(rms_norm, for_qk))
+        return _replaced(super().layer_norm(rms_norm, for_qk), _REPLACED)
 
 
-def _replaced(node: Any) -> Any:
+def _replaced(node: Any, replaced: dict[type, type]) -> Any:
     if isinstance(node, type):
-        return _REPLACED.get(node, node)
+        return replaced.get(node, node)
     if isinstance(node, list):
-        return [_replaced(item) for item in node]
+        return [_replaced(item, replaced) for item in node]
     if dataclasses.is_dataclass(node):
         fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
         return dataclasses.replace(
-            node, **{name: value if name in _KEPT else _replaced(value) for name, value in fields.items()}
+            node, **{name: value if name in _KEPT else _replaced(value, replaced) for name, value in fields.items()}
         )
     return node
 

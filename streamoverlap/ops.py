@@ -409,8 +409,8 @@ def _options(
     streams: StreamSet | None,
     quantised: bool = False,
 ) -> Options:
-    of_call = {"timeout": timeout, "streams": streams}
-    return Options(Exchange(resolve_group(group), plan), of_call=of_call, quantised=quantised)
+    wire = {"quantised": True} if quantised else {}  # of sums alone
+    return Options(Exchange(resolve_group(group), plan), of_call={"timeout": timeout, "streams": streams, **wire})
 
 
 def _expect_tensor(argument: str, value: object) -> None:

@@ -200,6 +200,13 @@ def _scaled_all_gather_gemm(
     return Started(wait, finish)
 
 
+def scaled_product(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: _C.Scaling) -> Tensor:
+    """Of x of any number of dimensions; exchanges nothing."""
+    x = _plain(x)
+    matrix = x.contiguous().view(-1, x.shape[-1])
+    return _scaled_linear(matrix, _plain(scaling.x), weight, bias, scaling).view(*x.shape[:-1], len(weight))
+
+
 def _scaled_linear(
     x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, scaling: _C.Scaling, number: int = 0
 ) -> Tensor:
@@ -210,7 +217,9 @@ def _scaled_linear(
     if not x.numel() or not weight.numel():
         return torch.empty(len(x), len(weight), dtype=scaling.out_dtype, device=x.device)
     if x.device.type == "cpu":
-        product = (x.float() @ weight.float().t()).mul_(of_x).mul_(of_weight.reshape(1, -1))
+        with torch.autocast("cpu", enabled=False):
+            product = x.float() @ weight.float().t()
+        product.mul_(of_x).mul_(of_weight.reshape(1, -1))
         return (product if bias is None else product.add_(bias)).to(scaling.out_dtype)
     in_product = bias is not None and bias.dtype != torch.float32  # which torch does not add there
     product = torch._scaled_mm(
@@ -227,11 +236,7 @@ def _scaled_linear(
 
 def _partial(x: Tensor, weight: Tensor, scaling: _C.Scaling | None) -> Tensor:
     """This rank's term of a sum of products."""
-    x = _plain(x)
-    if scaling is None:
-        return _linear(x, weight, None)
-    matrix = x.contiguous().view(-1, x.shape[-1])
-    return _scaled_linear(matrix, _plain(scaling.x), weight, None, scaling).view(*x.shape[:-1], len(weight))
+    return _linear(_plain(x), weight, None) if scaling is None else scaled_product(x, weight, None, scaling)
 
 
 def gemm_reduce_scatter(

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from streamoverlap import linear
 from streamoverlap.linear import Place
+from streamoverlap.precision import expect_sizes, name_of
 from streamoverlap.spec import PlanSpec
 
 
@@ -21,12 +22,19 @@ class _Style(ParallelStyle):
     shard_dim: int
 
     def __init__(
-        self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool, plan: PlanSpec | None
+        self,
+        input_layouts: Placement,
+        output_layouts: Placement,
+        use_local_output: bool,
+        precision: str | None,
+        plan: PlanSpec | None,
     ) -> None:
         super().__init__()
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
         self.use_local_output = use_local_output
+        name_of(precision)  # refuses another one
+        self.precision = precision
         self.plan = plan
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -39,12 +47,14 @@ class _Style(ParallelStyle):
             raise ValueError(
                 f"{name} is {getattr(module, name)}; expected a multiple of the mesh's {device_mesh.size()} ranks"
             )
+        sizes = {"in_features": module.in_features, "out_features": module.out_features}
+        expect_sizes(self.precision, device_mesh.size(), name, **sizes)
         for parameter, placement in (("weight", Shard(self.shard_dim)), ("bias", self._bias_placement())):
             old = getattr(module, parameter)
             if old is not None:
                 new = nn.Parameter(distribute_tensor(old, device_mesh, [placement]), requires_grad=old.requires_grad)
                 module.register_parameter(parameter, new)
-        place = Place.of(device_mesh.get_group(), self.plan)
+        place = Place.of(device_mesh.get_group(), self.plan, self.precision)
         module.forward = partial(self._forward, module, device_mesh, place)
         return module
 
@@ -77,7 +87,7 @@ class ColwiseParallel(_Style):
             x is the same on all ranks. Along dimension 1 of more than one sequence x and y are transposed.
         output_layouts: ``Shard(-1)``: each rank has its features.
         use_local_output: return a plain tensor, not a DTensor.
-        plan: as of `streamoverlap.ColumnParallelLinear`.
+        precision, plan: as of `streamoverlap.ColumnParallelLinear`.
 
     Raises:
         TypeError, ValueError: the layouts, or the module, are not as described.
@@ -91,13 +101,14 @@ class ColwiseParallel(_Style):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        precision: str | None = None,
         plan: PlanSpec | None = None,
     ) -> None:
         given = Replicate() if input_layouts is None else input_layouts
         produced = Shard(-1) if output_layouts is None else output_layouts
         _expect("input_layouts", given, _TOKENS)
         _expect("output_layouts", produced, (Shard(-1),))
-        super().__init__(given, produced, use_local_output, plan)
+        super().__init__(given, produced, use_local_output, precision, plan)
 
     def _bias_placement(self) -> Placement:
         return Shard(0)
@@ -114,7 +125,7 @@ class RowwiseParallel(_Style):
         input_layouts: ``Shard(-1)``: each rank has its features.
         output_layouts: ``Shard(0)`` or ``Shard(1)``: y is scattered along its tokens; ``Replicate()``: every rank gets
             the whole y.
-        use_local_output, plan: as of `ColwiseParallel`.
+        use_local_output, precision, plan: as of `ColwiseParallel`.
 
     Raises:
         TypeError, ValueError: the layouts, or the module, are not as described.
@@ -128,13 +139,14 @@ class RowwiseParallel(_Style):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        precision: str | None = None,
         plan: PlanSpec | None = None,
     ) -> None:
         given = Shard(-1) if input_layouts is None else input_layouts
         produced = Replicate() if output_layouts is None else output_layouts
         _expect("input_layouts", given, (Shard(-1),))
         _expect("output_layouts", produced, _TOKENS)
-        super().__init__(given, produced, use_local_output, plan)
+        super().__init__(given, produced, use_local_output, precision, plan)
 
     def _bias_placement(self) -> Placement:
         return Replicate()
@@ -174,4 +186,4 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.streamoverlap.all_reduce(grad, *ctx.place), None
+        return torch.ops.streamoverlap.all_reduce(grad, ctx.place.group_name, ctx.place.plan), None

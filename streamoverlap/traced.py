@@ -49,7 +49,7 @@ def all_gather_gemm(
         given = list(bias) if several else [bias]
         # A list with gaps has no gradients as an argument of an op.
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, given, strict=True)]
-    found = _ops.all_gather_gemm(x, weights, biases, *_place(group, plan, return_gathered))
+    found = _ops.all_gather_gemm(x, weights, biases, *_place(group, plan, return_gathered), "")
     outputs = found[: len(weights)] if several else found[0]
     return (outputs, found[-1]) if return_gathered else outputs
 
@@ -67,7 +67,7 @@ def sum_of_products(operation: str) -> Callable[..., Tensor]:
         **eager: Any,
     ) -> Tensor:
         _expect_none(eager)
-        return getattr(_ops, operation)(x, weight, bias, *_place(group, plan))
+        return getattr(_ops, operation)(x, weight, bias, *_place(group, plan), "")
 
     return traced
 

@@ -35,18 +35,18 @@ def cases(group_name: str) -> dict[str, tuple[Callable, tuple]]:
     w, v, b, c = (randoms(*s, seed=9, grad=True) for s in ((5, 4), (2, 4), (5,), (2,)))
     needs = (True, [True], [True])
     return {
-        "all_gather_gemm of two, gathered": (OPS.all_gather_gemm, (x, [w, v], [b, c], group_name, True, "")),
-        "all_gather_gemm, ring": (OPS.all_gather_gemm, (x, [w], [], group_name, False, "ring,2,1,sum")),
-        "all_gather_gemm, frozen": (OPS.all_gather_gemm, (x, [w.detach()], [], group_name, False, "")),
-        "gemm_reduce_scatter": (OPS.gemm_reduce_scatter, (rows, w, b, group_name, "")),
-        "gemm_all_reduce": (OPS.gemm_all_reduce, (rows, w, None, group_name, "")),
-        "column_linear": (OPS.column_linear, (rows, w, b, group_name, "")),
+        "all_gather_gemm of two, gathered": (OPS.all_gather_gemm, (x, [w, v], [b, c], group_name, True, "", "")),
+        "all_gather_gemm, ring": (OPS.all_gather_gemm, (x, [w], [], group_name, False, "ring,2,1,sum", "")),
+        "all_gather_gemm, frozen": (OPS.all_gather_gemm, (x, [w.detach()], [], group_name, False, "", "")),
+        "gemm_reduce_scatter": (OPS.gemm_reduce_scatter, (rows, w, b, group_name, "", "")),
+        "gemm_all_reduce": (OPS.gemm_all_reduce, (rows, w, None, group_name, "", "")),
+        "column_linear": (OPS.column_linear, (rows, w, b, group_name, "", "")),
         "all_gather": (OPS.all_gather, (x, group_name, "")),
         "reduce_scatter": (OPS.reduce_scatter, (rows, group_name, "serial,1,1,accumulate")),
         "all_reduce": (OPS.all_reduce, (rows, group_name, "")),
         "column_backward": (
             OPS.column_backward,
-            ([columns], x.detach(), "shard", [w.detach()], *needs, group_name, ""),
+            ([columns], x.detach(), "shard", [w.detach()], *needs, group_name, "", ""),
         ),
     }
 

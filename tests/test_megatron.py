@@ -231,6 +231,51 @@ def sharded(layer: nn.Module) -> dict[str, Any]:
     return described
 
 
+def compare_in_fp8(rank: int, world: int, group, sequence_parallel: bool) -> None:
+    """The layers of streamoverlap are checked in test_layers_fp8.py: these are to do the same."""
+    sizes, plain = {"up": (32, 64), "down": (64, 32)}, {"sequence_parallel": sequence_parallel, "precision": "fp8"}
+    wanted = nn.ModuleDict(
+        {
+            "up": so.ColumnParallelLinear(*sizes["up"], **plain),
+            "down": so.RowParallelLinear(*sizes["down"], **plain),
+        }
+    )
+    with model_parallel(world):
+        given = {
+            "config": config_of(world, sequence_parallel=sequence_parallel, params_dtype=torch.float32),
+            "init_method": nn.init.normal_,
+            "bias": True,
+            "skip_bias_add": False,
+        }
+        up = ours.Fp8ColumnParallelLinear(*sizes["up"], **given)
+        down = ours.Fp8RowParallelLinear(*sizes["down"], input_is_parallel=True, **given)
+        for name, layer in (("up", up), ("down", down)):
+            layer.load_state_dict(wanted[name].state_dict(), strict=False)  # Megatron's has _extra_state
+        x = normal(TOKENS, BATCH, 32, seed=10).float()
+        x = x.chunk(world)[rank] if sequence_parallel else x
+        results = []
+        for run in (lambda x: wanted["down"](wanted["up"](x)), lambda x: down(up(x)[0])[0]):
+            own = x.clone().requires_grad_()
+            y = run(own)
+            y.square().sum().backward()
+            results.append((y.detach(), own.grad))
+        (y, of_x), found = results
+        assert torch.equal(found[0], y) and torch.equal(found[1], of_x)
+        assert torch.equal(up.weight.grad, wanted["up"].weight.grad)
+        assert torch.equal(down.weight.grad, wanted["down"].weight.grad)
+        block = ours.gpt_block_spec(given["config"], precision="fp8")
+        assert block.layer_specs[0].submodules.mlp.submodules.linear_fc1 is ours.Fp8ColumnParallelLinear
+        with pytest.raises(ValueError, match="output_size is 48; expected a multiple of 16 times the group's 2 ranks"):
+            ours.Fp8ColumnParallelLinear(32, 48, **given)
+        with pytest.raises(ValueError, match="output_size is 24; expected a multiple of 16 with precision='fp8'"):
+            ours.Fp8RowParallelLinear(32, 24, input_is_parallel=True, **given)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layers_in_fp8(ranks, sequence_parallel: bool) -> None:
+    ranks(2).run(compare_in_fp8, sequence_parallel)
+
+
 def compare_with_megatrons(rank: int, world: int, group) -> None:
     with model_parallel(world):
         config = config_of(world)
@@ -435,6 +480,15 @@ def test_specs_keep_experts_and_down_projections() -> None:
     assert moe.shared_experts.submodules.linear_fc2 is ours.RowParallelLinear
     assert ours.SpecProvider().column_parallel_linear() is ours.ColumnParallelLinear
     assert ours.SpecProvider().row_parallel_linear() is ours.RowParallelLinear
+
+
+def test_specs_in_fp8() -> None:
+    spec = ours.gpt_layer_spec("fp8")
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    assert attention.linear_qkv is mlp.linear_fc1 is ours.Fp8ColumnParallelLinear
+    assert attention.linear_proj is mlp.linear_fc2 is ours.Fp8RowParallelLinear
+    with pytest.raises(ValueError, match="precision is 'e4m3'; expected None or 'fp8'"):
+        ours.overlapped(spec, "e4m3")
 
 
 @pytest.mark.parametrize("option", [{"use_kitchen": True}, {"fp8": "hybrid"}])

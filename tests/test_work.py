@@ -353,6 +353,20 @@ def test_a_process_may_end_with_calls_in_flight(tmp_path, how: str) -> None:
     assert time.monotonic() - start < 30
 
 
+def record_nothing(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    weight, bias = torch.ones(3, 4, requires_grad=True), torch.ones(3, requires_grad=True)
+    for operation, algorithm in product(("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), ALGORITHMS):
+        with torch.no_grad():
+            work = getattr(so, operation)(
+                torch.ones(2 * world, 4), weight, group, bias=bias, plan=so.PlanSpec(algorithm), async_op=True
+            )
+        assert not work.wait().requires_grad, (operation, algorithm)
+
+
+def test_a_call_under_no_grad_records_no_gradient(ranks) -> None:
+    ranks(2).run(record_nothing)
+
+
 def test_a_group_of_one(ranks) -> None:
     ranks(1).run(follow_alone)
 

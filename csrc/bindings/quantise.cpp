@@ -1,5 +1,6 @@
 #include "quantise.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
@@ -18,7 +19,7 @@ namespace {
 constexpr float kLargest = 448;  // of float8_e4m3fn
 
 std::pair<at::Tensor, at::Tensor> on_cpu(const at::Tensor& rows) {
-  const at::Tensor wide = rows.to(at::kFloat);
+  const at::Tensor wide = rows.to(at::kFloat).contiguous();
   const at::Tensor finite = wide.isfinite();
   const at::Tensor largest = wide.abs().masked_fill_(finite.logical_not(), 0).amax(-1, /*keepdim=*/true);
   const at::Tensor scales = largest.div(kLargest);
@@ -45,6 +46,7 @@ std::pair<at::Tensor, at::Tensor> on_cuda(const at::Tensor& given) {
 }  // namespace
 
 std::pair<at::Tensor, at::Tensor> quantise_rows(const at::Tensor& rows) {
+  const at::NoGradGuard no_grad;
   const at::ScalarType dtype = rows.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "x has dtype ", dtype,
                    "; expected float32, bfloat16 or float16");
