@@ -409,6 +409,10 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(ranks: Pools, options: di
     assert set(ranks(2).run(compile_mlp, options, "aot_eager", timeout=COMPILING)) == {2}
 
 
+def test_inductor(ranks: Pools) -> None:
+    assert set(ranks(2).run(compile_mlp, {}, "inductor", timeout=COMPILING)) == {2}
+
+
 def cases(group_name: str) -> dict[str, tuple[Callable, tuple]]:
     x, rows, g = (normal(*shape, seed=1).bfloat16() for shape in ((3, 32), (6, 2, 32), (6, 16)))
     w, b = normal(16, 32, seed=2).bfloat16(), normal(16, seed=3).bfloat16()
