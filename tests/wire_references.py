@@ -43,6 +43,7 @@ def sweep(operation: str, world: int) -> Iterator[Case]:
 
 
 LARGEST = 448  # of float8_e4m3fn
+SMALLEST = torch.finfo(torch.float32).tiny  # scale
 SHORT = 1024  # elements that share a scale where rows have fewer than half of that
 
 
@@ -52,8 +53,8 @@ def travelled(partial: Tensor, row: int) -> Tensor:
     values = partial.float().flatten()
     rows = torch.nn.functional.pad(values, (0, -len(values) % length)).view(-1, length)
     finite = rows.isfinite()
-    scale = torch.where(finite, rows.abs(), 0).amax(1, keepdim=True) / LARGEST
-    scaled = torch.where(scale > 0, rows / scale, 0).where(finite, torch.nan)
+    scale = (torch.where(finite, rows.abs(), 0).amax(1, keepdim=True) / LARGEST).clamp(min=SMALLEST)
+    scaled = (rows * scale.reciprocal()).where(finite, torch.nan)
     back = scaled.to(torch.float8_e4m3fn).float() * scale
     return back.flatten()[: len(values)].view(partial.shape)
 

@@ -22,8 +22,8 @@ std::pair<at::Tensor, at::Tensor> on_cpu(const at::Tensor& rows) {
   const at::Tensor wide = rows.to(at::kFloat).contiguous();
   const at::Tensor finite = wide.isfinite();
   const at::Tensor largest = wide.abs().masked_fill_(finite.logical_not(), 0).amax(-1, /*keepdim=*/true);
-  const at::Tensor scales = largest.div(kLargest);
-  at::Tensor values = wide.div(scales).masked_fill_(scales.eq(0), 0);
+  const at::Tensor scales = largest.div(kLargest).clamp_min_(std::numeric_limits<float>::min());
+  at::Tensor values = wide.mul(scales.reciprocal());
   values.masked_fill_(finite.logical_not(), std::numeric_limits<float>::quiet_NaN());
   return {values.to(at::kFloat8_e4m3fn), scales};
 }

@@ -1,5 +1,6 @@
 #include <cuda_fp8.h>
 
+#include <cfloat>
 #include <type_traits>
 
 #include "../group/call.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr float kLargest = 448;  // of float8_e4m3fn
 constexpr int kWide = 16;        // elements that a thread takes at once: as many bytes where they are packed
+constexpr int kHeld = 4;         // of those, of a row, that it keeps in registers
 constexpr int kWarp = 32;
 constexpr unsigned kMaxRowBlocks = 65535;  // a grid's second dimension
 
@@ -33,17 +35,34 @@ __device__ float largest_of_block(float mine) {
 
 __device__ float magnitude(float x) { return isfinite(x) ? fabsf(x) : 0.f; }
 
-// Divided, not multiplied by the reciprocal, so that it is what the CPU gives bit for bit.
-__device__ __nv_fp8_storage_t quantised(float x, float scale) {
-  const float value = !isfinite(x) ? __int_as_float(0x7fc00000) : scale > 0 ? __fdiv_rn(x, scale) : 0.f;
-  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+__device__ float value_of(float x, float inverse) {
+  return isfinite(x) ? x * inverse : __int_as_float(0x7fc00000);  // what is infinite would saturate
 }
 
 __device__ float dequantised(__nv_fp8_storage_t value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
 }
 
-// A block takes a row after the other. The second time it reads a row, that is in a cache.
+template <class T>
+__device__ float largest_of(const Pack<T, kWide>& pack) {
+  float largest = 0;
+#pragma unroll
+  for (int j = 0; j < kWide; ++j) largest = fmaxf(largest, magnitude(widen(pack.value[j])));
+  return largest;
+}
+
+template <class T>
+__device__ Pack<__nv_fp8x2_storage_t, kWide / 2> quantised(const Pack<T, kWide>& pack, float inverse) {
+  Pack<__nv_fp8x2_storage_t, kWide / 2> values;
+#pragma unroll
+  for (int j = 0; j < kWide; j += 2) {
+    const float2 two = {value_of(widen(pack.value[j]), inverse), value_of(widen(pack.value[j + 1]), inverse)};
+    values.value[j / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
+  }
+  return values;
+}
+
+// A block takes a row after the other, and holds what it can of it between finding the scale and using it.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantise_kernel(const T* from, std::int64_t elements, std::int64_t row, const __grid_constant__ QuantisedRows to) {
@@ -51,29 +70,33 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t rows = (elements + row - 1) / row;
   for (std::int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const T* const x = from + r * row;
+    const auto* const packs = reinterpret_cast<const Wide*>(x);
     const std::int64_t count = min(row, elements - r * row);
     const std::int64_t wide = kAligned ? count / kWide : 0;
+    const std::int64_t tail = wide * kWide + threadIdx.x, beyond = std::int64_t{kHeld} * kThreads + threadIdx.x;
+    Wide held[kHeld];
     float largest = 0;
-    for (std::int64_t i = threadIdx.x; i < wide; i += kThreads) {
-      const Wide pack = reinterpret_cast<const Wide*>(x)[i];
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) largest = fmaxf(largest, magnitude(widen(pack.value[j])));
+    for (int j = 0; j < kHeld; ++j) {
+      const std::int64_t i = std::int64_t{j} * kThreads + threadIdx.x;
+      if (i >= wide) continue;
+      held[j] = packs[i];
+      largest = fmaxf(largest, largest_of(held[j]));
     }
-    for (std::int64_t i = wide * kWide + threadIdx.x; i < count; i += kThreads) {
-      largest = fmaxf(largest, magnitude(widen(x[i])));
-    }
-    const float scale = __fdiv_rn(largest_of_block(largest), kLargest);
+    for (std::int64_t i = beyond; i < wide; i += kThreads) largest = fmaxf(largest, largest_of(packs[i]));
+    for (std::int64_t i = tail; i < count; i += kThreads) largest = fmaxf(largest, magnitude(widen(x[i])));
+    const float scale = fmaxf(__fdiv_rn(largest_of_block(largest), kLargest), FLT_MIN), inverse = __frcp_rn(scale);
 
     auto* const values = static_cast<__nv_fp8_storage_t*>(to.values) + r * to.row_bytes;
-    for (std::int64_t i = threadIdx.x; i < wide; i += kThreads) {
-      const Wide pack = reinterpret_cast<const Wide*>(x)[i];
-      Pack<__nv_fp8_storage_t, kWide> packed;
+    auto* const packed = reinterpret_cast<Pack<__nv_fp8x2_storage_t, kWide / 2>*>(values);
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) packed.value[j] = quantised(widen(pack.value[j]), scale);
-      reinterpret_cast<Pack<__nv_fp8_storage_t, kWide>*>(values)[i] = packed;
+    for (int j = 0; j < kHeld; ++j) {
+      const std::int64_t i = std::int64_t{j} * kThreads + threadIdx.x;
+      if (i < wide) packed[i] = quantised(held[j], inverse);
     }
-    for (std::int64_t i = wide * kWide + threadIdx.x; i < count; i += kThreads) {
-      values[i] = quantised(widen(x[i]), scale);
+    for (std::int64_t i = beyond; i < wide; i += kThreads) packed[i] = quantised(packs[i], inverse);
+    for (std::int64_t i = tail; i < count; i += kThreads) {
+      values[i] = __nv_cvt_float_to_fp8(value_of(widen(x[i]), inverse), __NV_SATFINITE, __NV_E4M3);
     }
     if (threadIdx.x == 0) {
       *reinterpret_cast<float*>(static_cast<char*>(to.scales) + r * to.scale_bytes) = scale;

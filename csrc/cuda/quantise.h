@@ -17,9 +17,9 @@ struct QuantisedRows {
   std::int64_t scale_bytes = 0;
 };
 
-// Of `elements` elements in rows of `row`, the last of which may be shorter: scale = largest / 448, value = element /
-// scale, rounded to nearest. Infinite elements and NaN become NaN and leave the scale alone; where all others are 0, so
-// is the scale.
+// Of `elements` elements in rows of `row`, the last of which may be shorter: scale = largest / 448, value = element *
+// (1 / scale), each rounded to nearest. Infinite elements and NaN become NaN and leave the scale alone, which is never
+// below the smallest normal float32.
 void quantise(const void* from, std::int64_t elements, std::int64_t row, const QuantisedRows& to, at::ScalarType dtype,
               cudaStream_t stream);
 

@@ -84,8 +84,8 @@ def captured(rank: int, world: int, group, kind: type, options: dict) -> list[st
         communicator(own)
         step = on_gpu(kind, rank, world, own, dtype=torch.bfloat16, **options)
         sample = step.own(step.x, not step.column).clone().requires_grad_()
-        y = so.prepare(step.layer, sample)
-        y.backward(step.own(step.g, step.column))
+        # Nothing of this pass may live on: its nodes that accumulate gradients are of the stream they were made on.
+        so.prepare(step.layer, sample).backward(step.own(step.g, step.column))
         step.layer.zero_grad()
         graphed = torch.cuda.make_graphed_callables(step.layer, (sample,))
         wrong = []
