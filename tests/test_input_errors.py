@@ -438,6 +438,8 @@ def refuse_timeout(rank: int, world: int, group, timeout: object) -> None:
         ({"algorithm": "tree"}, "algorithm is 'tree'; expected one of 'direct', 'ring', 'serial'"),
         ({"algorithm": None}, "algorithm is None; expected one of 'direct', 'ring', 'serial'"),
         ({"reduce": "mean"}, "reduce is 'mean'; expected one of 'accumulate', 'sum'"),
+        ({"transfer": "put"}, "transfer is 'put'; expected one of 'copy', 'store'"),
+        ({"taper": "middle"}, "taper is 'middle'; expected one of 'none', 'first', 'last', 'both'"),
         ({"chunks": 0}, "chunks is 0; expected an integer from 1 to 64"),
         ({"chunks": 65}, "chunks is 65; expected an integer from 1 to 64"),
         ({"chunks": 1.5}, "chunks is 1.5; expected an integer from 1 to 64"),

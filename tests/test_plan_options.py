@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,15 +97,39 @@ def test_what_is_no_text_of_a_plan_is_an_error(text: str) -> None:
         plan_of_text(text)
 
 
-def test_tables_of_versions_without_these_options_are_read(tmp_path: Path) -> None:
-    old = table.Table()
-    problem = table.Problem("gemm_reduce_scatter", 2, 64, 8, 8, "float32", "row")
-    old.plans[problem] = table.TunedPlan(PlanSpec("ring", 2, 1, "sum"), 1e-4, 2e-4)
-    path = tmp_path / "table.json"
-    old.save(path, "a device")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ring,2,1,sum,put,none", "transfer is 'put'; expected one of 'copy', 'store'"),
+        ("ring,2,1,sum,copy,middle", "taper is 'middle'; expected one of 'none', 'first', 'last', 'both'"),
+    ],
+)
+def test_the_text_of_a_plan_with_an_unknown_value_names_it(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of_text(text)
+
+
+PROBLEM = table.Problem("gemm_reduce_scatter", 2, 64, 8, 8, "float32", "row")
+
+
+def write_table(path: Path, change: Callable[[dict], object]) -> None:
+    """Of one plan, whose fields are changed."""
+    tuned = table.TunedPlan(PlanSpec("ring", 2, 1, "sum"), 1e-4, 2e-4)
+    table.Table({PROBLEM: tuned}).save(path, "a device")
     document = json.loads(path.read_text())
-    for entry in document["plans"]:
-        for field in ("transfer", "taper"):
-            del entry["plan"][field]
+    change(document["plans"][0]["plan"])
     path.write_text(json.dumps(document))
-    assert table.Table.read(path).plans[problem].plan == PlanSpec("ring", 2, 1, "sum")
+
+
+def test_tables_of_versions_without_these_options_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    write_table(path, lambda plan: [plan.pop(field) for field in ("transfer", "taper")])
+    assert table.Table.read(path).plans[PROBLEM].plan == PlanSpec("ring", 2, 1, "sum")
+
+
+@pytest.mark.parametrize("option", ["transfer", "taper"])
+def test_a_table_with_an_unknown_value_is_named_with_it(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "table.json"
+    write_table(path, lambda plan: plan.update({option: "other"}))
+    with pytest.raises(ValueError, match=rf"table\.json is no table .*: {option} is 'other'; expected one of"):
+        table.Table.read(path)

@@ -128,12 +128,18 @@ class Pruner {
     std::vector<int> next(first_requirement_.begin(), first_requirement_.end() - 1);
     requirements_.resize(all.size());
     for (const Requirement& r : all) requirements_[next[r.after]++] = r;
+    last_of_.assign(graph_.nodes.size(), -1);
+    for (const Requirement& r : requirements_) {
+      next_of_.push_back(last_of_[r.before]);
+      last_of_[r.before] = static_cast<int>(next_of_.size()) - 1;
+    }
   }
 
   // Whether the plans are free of faults without the Waits marked so far, of which `op` of every rank is the last.
   bool sound(int op) {
     for (const int call : {0, 1}) {
-      if (breaks_what_follows(graph_.begin(call, 0) + 1 + op)) return false;
+      const int wait = graph_.begin(call, 0) + 1 + op;
+      if (breaks_what_follows(wait) || breaks_what_came_before(wait)) return false;
     }
     local_.compute(order_, &dropped_);
     if (!runs_in_any_order(graph_, local_)) return false;
@@ -157,6 +163,16 @@ class Pruner {
         if (!clocks_.before_or_same(r.before, source)) continue;
         if (!reaches(r.before, deadline(r, graph_))) return true;
       }
+    }
+    return false;
+  }
+
+  // Others are needed by whoever needs what was recorded: a peer that a Notify behind the Wait lets read it.
+  bool breaks_what_came_before(int wait) {
+    const int last = recorded(wait);
+    if (last < 0) return false;
+    for (int k = last_of_[last]; k >= 0; k = next_of_[k]) {
+      if (!reaches(last, deadline(requirements_[k], graph_))) return true;
     }
     return false;
   }
@@ -207,6 +223,7 @@ class Pruner {
   std::vector<char> dropped_;
   std::vector<Requirement> requirements_;
   std::vector<int> first_requirement_;  // by the node that comes after
+  std::vector<int> last_of_, next_of_;  // by the node that comes before, as lists
   std::vector<int> seen_, open_;        // of a walk
   int walk_ = 0;
 };
