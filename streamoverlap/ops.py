@@ -18,7 +18,8 @@ from torch import Tensor
 from streamoverlap import _C, autograd, traced
 from streamoverlap.autograd import Options, needs_gradient
 from streamoverlap.call import Mode, in_mode, validate_options
-from streamoverlap.communicator import Communicator, one_call
+from streamoverlap.calls import one_call
+from streamoverlap.communicator import Communicator
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
 from streamoverlap.scaling import scaling_of

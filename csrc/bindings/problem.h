@@ -40,13 +40,6 @@ struct Problem {
   void lay_out_scales();
 };
 
-// How a BLAS reads a weight that has passed the checks.
-struct LeadingDimension {
-  std::int64_t stride;  // elements between rows, or columns
-  bool row_major;
-};
-LeadingDimension leading_dimension(const at::Tensor& weight);
-
 using Tensors = std::vector<at::Tensor>;
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 

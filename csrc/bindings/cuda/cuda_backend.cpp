@@ -10,6 +10,7 @@
 
 #include "../../cuda/driver.h"
 #include "../../cuda/executor.h"
+#include "../arguments.h"
 #include "../backend.h"
 #include "cuda_call.h"
 
