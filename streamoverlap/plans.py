@@ -77,7 +77,7 @@ def build(
         copy_input: all_gather, reduce_scatter and all_reduce copy the input first, so that the caller may write it as
             soon as the call is issued.
         scaled: of products: rows of the input have scales (float8), which go where the rows go.
-        quantised: of sums by ``reduce="sum"``: partials travel in fewer bits, each row with its scale.
+        quantised: of sums: partials travel in fewer bits, each row with its scale. A ring takes ``reduce="sum"``.
         pruned: without the waits that the checker finds redundant, as the executors run it.
 
     Raises:
@@ -110,7 +110,7 @@ def variants(
             yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy)
             if sums_products and (algorithm, reduction) != ("ring", "sum"):
                 yield Spec(operation, algorithm, reduction, world, parts, count, transfer="store")
-            if operation not in GATHERS and reduction == reductions[-1]:
+            if operation not in GATHERS and (not sums_products or (algorithm, reduction) != ("ring", "accumulate")):
                 yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, quantised=True)
             # Scales of what is summed never travel: their plans differ from the others in what a GEMM reads alone.
             if multiplies and not keep and (not sums_products or (count, reduction) == (streams[0], "accumulate")):

@@ -296,7 +296,7 @@ def serial_seconds(
 def candidates(operation: str, quantised: bool = False) -> list[PlanSpec]:
     """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum.
 
-    `quantised`: of partials that travel as float8, which a Reduce sums.
+    `quantised`: of partials that travel as float8, which a ring sums in a Reduce.
 
     And those few of the other options that were seen to win by more than 1 % over benchmarks/shapes.json on 2, 4 and 8
     ranks.
@@ -304,14 +304,16 @@ def candidates(operation: str, quantised: bool = False) -> list[PlanSpec]:
     algorithms = ("direct", "ring")
     streams = (1,) if operation == "all_gather" else (1, 2)
     sums = operation in SUMS_OF_PRODUCTS
-    reductions = (("sum",) if quantised else ("accumulate", "sum")) if sums else ("accumulate",)
+    reductions = ("accumulate", "sum") if sums else ("accumulate",)
     found = [PlanSpec(*each) for each in product(algorithms, (1, 2, 4, 8), streams, reductions)]
     if "gemm" not in operation:
         return found
     tapers = ((3, "both"), (3, "first"), (3, "last"), (2, "first" if sums else "last"))
     for algorithm, (chunks, taper), reduce in product(algorithms, tapers, reductions):
         found.append(PlanSpec(algorithm, chunks, 2, reduce, taper=taper))
-    if sums and not quantised:
+    if quantised:
+        return [plan for plan in found if (plan.algorithm, plan.reduce) != ("ring", "accumulate") or not sums]
+    if sums:
         found += [PlanSpec("direct", *each, transfer="store") for each in product((1, 2), (2,), reductions)]
     return found
 

@@ -39,7 +39,7 @@ class PlanSpec:
         reduce: how partial products are summed: ``"accumulate"`` folds a received partial into the next GEMM,
             ``"sum"`` adds products in float32 (float64 for float64), rounded once (``"direct"``) or once a hop
             (``"ring"``). Partial products travel in the dtype of the result. For gemm_reduce_scatter and
-            gemm_all_reduce; ignored elsewhere, and with ``wire="fp8"``, which sums.
+            gemm_all_reduce; ignored elsewhere. With ``wire="fp8"`` a ``"ring"`` sums in any case.
         transfer: how a partial product gets to the peer that needs it: ``"copy"``, by the copy engine, or ``"store"``,
             by the GEMM itself. For gemm_reduce_scatter and gemm_all_reduce; ignored elsewhere, and with ``wire="fp8"``,
             which copies. A ring stores only where it accumulates.
@@ -105,7 +105,9 @@ def spec_of(
     """The plan of an overlapped PlanSpec; what it ignores is the same for all, so that there is no mismatch either."""
     reduce, transfer = "accumulate", "copy"
     if operation in SUMS_OF_PRODUCTS:
-        reduce, transfer = ("sum", "copy") if quantised else (plan.reduce, plan.transfer)
+        reduce, transfer = plan.reduce, plan.transfer
+        if quantised:
+            reduce, transfer = "sum" if plan.algorithm == "ring" else reduce, "copy"
     numbers, flags = (world, plan.chunks, plan.compute_streams), (keep_gathered, copy_input, scaled)
     return _C.Spec(operation, plan.algorithm, reduce, *numbers, *flags, transfer, plan.taper, quantised)
 

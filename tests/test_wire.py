@@ -38,31 +38,32 @@ def test_every_plan_gives_the_exact_result(ranks, world: int, operation: str) ->
         assert ranks(world).run(run_all, cases, in_flight) == [[]] * world
 
 
-def rounded(rank: int, world: int, group, operation: str, dtype: torch.dtype, width: int, algorithm: str) -> None:
+def rounded(rank: int, world: int, group, operation: str, dtype: torch.dtype, width: int, plan: so.PlanSpec) -> None:
     x, weights, partials = partials_of(operation, world, dtype, width, 3.0)
-    plan = so.PlanSpec(algorithm)
     given = (x[rank], weights[rank]) if weights else (x[rank],)
     y = getattr(so, operation)(*given, group, plan=plan, wire="fp8")
     for shard in range(world) if operation.endswith("all_reduce") else [rank]:
         of_shard = [partial.chunk(world)[shard] for partial in partials]
         found = y.chunk(world)[shard] if operation.endswith("all_reduce") else y
-        if algorithm == "direct":
+        if plan.algorithm == "direct" and (plan.reduce == "sum" or not weights):
             assert torch.equal(found, quantised_sum(of_shard, shard, width, dtype))
         rows = [[part[i] for part in of_shard] for i in range(len(found))]
         if width < 512:  # the whole chunk shares one scale
             rows, found = [of_shard], found[None]
         for row, sums in zip(rows, found, strict=True):
             off = (sums.double() - sum(part.double() for part in row)).abs()
-            assert (off <= bound(row, shard, algorithm, dtype)).all()
+            assert (off <= bound(row, shard, plan.algorithm, dtype)).all()
             assert world == 1 or off.max() > 0
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize(
+    "plan", [so.PlanSpec(reduce="sum"), so.PlanSpec(), so.PlanSpec("ring")], ids=so.PlanSpec.to_text
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("operation", SUMS)
-def test_what_is_rounded_is_what_the_documented_steps_give(ranks, operation, dtype, algorithm) -> None:
+def test_what_is_rounded_is_what_the_documented_steps_give(ranks, operation, dtype, plan) -> None:
     for world, width in ((2, 40), (3, 520), (4, 1031)):
-        ranks(world).run(rounded, operation, dtype, width, algorithm)
+        ranks(world).run(rounded, operation, dtype, width, plan)
 
 
 def same_on_all(rank: int, world: int, group) -> list[bytes]:
@@ -190,7 +191,8 @@ def explained(rank: int, world: int, group) -> None:
     told = so.explain(so.all_reduce, x, group, wire="fp8")
     assert told.reason.startswith("default")
     y = so.tune(so.gemm_reduce_scatter, x, torch.ones(16, 600), group, wire="fp8", rounds=1, save=False)
-    assert {plan.reduce for plan in y.seconds if plan.algorithm != "serial"} == {"sum"}
+    assert {plan.transfer for plan in y.seconds} == {"copy"}
+    assert {plan.reduce for plan in y.seconds if plan.algorithm == "ring"} <= {"sum"}
     of_wire = so.explain(so.gemm_reduce_scatter, x, torch.ones(16, 600), group, wire="fp8")
     assert of_wire.reason.startswith("measured") and of_wire.plan == y.plan
     assert not so.explain(so.gemm_reduce_scatter, x, torch.ones(16, 600), group).reason.startswith("measured")
@@ -266,7 +268,10 @@ def test_rows_that_are_packed_are_never_taken_for_others(operation: str) -> None
 def test_wrong_options_are_named() -> None:
     for options, message in (
         ({"operation": "all_gather"}, "quantised is set for all_gather; expected only for gemm_reduce_scatter"),
-        ({"operation": "gemm_reduce_scatter"}, "quantised is set with reduce accumulate; expected reduce sum"),
+        (
+            {"operation": "gemm_reduce_scatter", "algorithm": "ring"},
+            "quantised is set with algorithm ring and reduce accumulate; expected reduce sum",
+        ),
         (
             {"operation": "gemm_all_reduce", "reduce": "sum", "transfer": "store"},
             "quantised is set with transfer store; expected transfer copy",

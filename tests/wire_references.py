@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count, product
 
 import torch
@@ -21,12 +22,13 @@ WIDTHS = (1, 5, 16, 520, 1031)  # of rows that travel: short ones share scales, 
 def sweep(operation: str, world: int) -> Iterator[Case]:
     numbers = count()
     plans_tried = [so.PlanSpec("serial"), None]
-    plans_tried += [so.PlanSpec(*each) for each in product(("direct", "ring"), (1, 2, 3, 5), (1, 2))]
+    reductions = ("accumulate", "sum") if "gemm" in operation else ("accumulate",)
+    plans_tried += [so.PlanSpec(*each) for each in product(("direct", "ring"), (1, 2, 3, 5), (1, 2), reductions)]
     for plan, lead in product(plans_tried, ROWS):
         i = next(numbers)
         width, multiplies = WIDTHS[i % len(WIDTHS)], "gemm" in operation
         if plan is not None and plan.algorithm != "serial":
-            plan = so.PlanSpec(plan.algorithm, plan.chunks, plan.compute_streams, taper=TAPERS[i % 4])
+            plan = replace(plan, taper=TAPERS[i % 4])
         yield Case(
             operation,
             plan,

@@ -33,14 +33,15 @@ std::string wrong_store(const Spec& spec) {
   return "";
 }
 
-// A Gemm neither adds what is packed nor stores packed.
+// A Gemm neither adds what is packed nor stores packed; a direct plan unpacks it first, in the Reduce that sums what
+// has arrived.
 std::string wrong_quantised(const Spec& spec) {
   if (gathers(spec)) {
     return std::string("quantised is set for ") + name(spec.operation) +
            "; expected only for gemm_reduce_scatter, gemm_all_reduce, reduce_scatter and all_reduce";
   }
-  if (multiplies(spec) && spec.reduction != Reduction::Sum) {
-    return "quantised is set with reduce accumulate; expected reduce sum";
+  if (multiplies(spec) && spec.algorithm == Algorithm::Ring && spec.reduction != Reduction::Sum) {
+    return "quantised is set with algorithm ring and reduce accumulate; expected reduce sum";
   }
   if (spec.transfer == Transfer::Store) return "quantised is set with transfer store; expected transfer copy";
   return "";

@@ -47,7 +47,7 @@ struct Spec {
   Transfer transfer = Transfer::Copy;
   Taper taper = Taper::None;
   // says nothing to a plan, which knows of no rows; all ranks must have the same
-  bool quantised = false;  // sums by Reduces: partials travel in fewer bits, each row with its scale
+  bool quantised = false;  // sums: partials travel in fewer bits, each row with its scale
 
   auto tie() const {
     return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,

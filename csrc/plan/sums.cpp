@@ -58,7 +58,7 @@ void sum_own(Writer& w, Stream compute, int chunk, const std::vector<int>& sent)
     if (terms != std::vector<Region>{sum}) w.reduce(compute, terms, sum);
     return;
   }
-  if (terms.size() > 1) {
+  if (terms.size() > 1 || (w.spec().quantised && !terms.empty())) {
     w.reduce(compute, terms, w.scratch(rank, chunk));
     terms = {w.scratch(rank, chunk)};
   }

@@ -66,7 +66,7 @@ def add_parser(commands) -> None:
         "--copy-input", action="store_true", help="plain collectives: copy x first, so that the caller may write it"
     )
     parser.add_argument("--scaled", action="store_true", help="products: of float8, with scales")
-    parser.add_argument("--quantised", action="store_true", help="sums: partials travel in fewer bits (--reduce sum)")
+    parser.add_argument("--quantised", action="store_true", help="sums: partials travel in fewer bits")
     parser.add_argument("--unpruned", action="store_true", help="with the waits that the checker finds needless")
     parser.add_argument("--without", metavar="#", type=int, help="leave this op out: what would the checker say?")
     parser.add_argument("--draw", metavar="FILE", type=Path, help=".png or .svg: the plan as simulated, and its faults")

@@ -57,7 +57,7 @@ def rounded(rank: int, world: int, group, operation: str) -> None:
     for dtype, width in product(DTYPES, (40, 520, 1031, 4096)):
         x, weights, partials = partials_of(operation, world, dtype, width, 3.0)
         given = [each[rank].cuda() for each in (x, weights) if each]
-        y = getattr(so, operation)(*given, group, plan=so.PlanSpec(), wire="fp8").cpu()
+        y = getattr(so, operation)(*given, group, plan=so.PlanSpec(reduce="sum"), wire="fp8").cpu()
         for shard in range(world) if operation.endswith("all_reduce") else [rank]:
             found = y.chunk(world)[shard] if operation.endswith("all_reduce") else y
             of_shard = [partial.chunk(world)[shard] for partial in partials]
