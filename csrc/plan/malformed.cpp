@@ -28,7 +28,7 @@ std::string wrong_stream(const Spec& spec, const Op& op) {
     case Kind::Put:
       return send ? "" : "it is on " + name(op.stream) + ", expected send";
     case Kind::Quantise:
-      return send ? "" : "it is on " + name(op.stream) + ", expected send";
+      return send || compute ? "" : "it is on " + name(op.stream) + ", expected send or a compute stream";
     case Kind::Copy:
       return send || op.stream == kMain ? "" : "it is on " + name(op.stream) + ", expected main or send";
     case Kind::Notify:

@@ -120,7 +120,7 @@ enum class Kind : std::uint8_t {
   Gemm,      // compute: writes[0], here or in a peer's slot, = reads[0] W^T (+ c) (+ bias); see scales() and c()
   Put,       // send: writes[0], in a peer's slot, = reads[0]
   Copy,      // main or send: writes[0] = reads[0], inside the rank; on main the input, into what is the call's own
-  Quantise,  // send: writes[0], packed, = reads[0]
+  Quantise,  // compute or send: writes[0], packed, = reads[0]
   Reduce,    // compute: writes[0] = the sum of reads, packed or not, in fp32, in their order, rounded once
   Notify,    // send or recv: set `flag` at its owner
   Await,     // send or recv: wait until the own `flag` is set, then clear it

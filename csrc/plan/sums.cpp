@@ -95,11 +95,12 @@ Made ring_partial(Writer& w, int step, int shard, int chunk, int sent, const Reg
 
 int send(Writer& w, const Made& made, const Region& to, int index) {
   if (made.region == to) return w.notify(to.rank, index, w.record(made.stream));
+  // Where a partial was made it is packed, too, so that what is on its way to the peer keeps no other waiting.
+  const bool packs = is_packed(w.spec(), to);
+  const Region sent = packs ? w.packed(data_shard(w.spec(), to), to.chunk) : made.region;
+  if (packs) w.quantise(made.stream >= 0 ? made.stream : kSend, made.region, sent);
   if (made.stream >= 0) w.wait(kSend, w.record(made.stream));
-  if (!is_packed(w.spec(), to)) return w.put(made.region, to, index);
-  const Region packed = w.packed(data_shard(w.spec(), to), to.chunk);
-  w.quantise(made.region, packed);
-  return w.put(packed, to, index);
+  return w.put(sent, to, index);
 }
 
 }  // namespace streamoverlap::plan

@@ -69,8 +69,8 @@ void Writer::copy(const Region& from, const Region& to, Stream stream) {
   op.writes = {to};
 }
 
-void Writer::quantise(const Region& from, const Region& to) {
-  Op& op = emit(Kind::Quantise, kSend);
+void Writer::quantise(Stream stream, const Region& from, const Region& to) {
+  Op& op = emit(Kind::Quantise, stream);
   op.reads = {from};
   op.writes = {to};
 }

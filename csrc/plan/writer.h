@@ -39,7 +39,7 @@ class Writer {
   void gemm(Stream, std::vector<Region> a_and_c, const Region& d, bool bias);
   void reduce(Stream, std::vector<Region> terms, const Region& sum);
   void copy(const Region& from, const Region& to, Stream stream = kSend);
-  void quantise(const Region& from, const Region& to);
+  void quantise(Stream, const Region& from, const Region& to);
 
   // Put on the send stream, of gathered rows with their scales, and set the receiver's flag `index`. The event is
   // reached once the flag is set.
