@@ -27,11 +27,11 @@ BUILT := build/.built-$(subst /,-,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc tests/interpreter)
 CPP = $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-all bench-async bench-layers clean distclean
+.PHONY: help build test test-gpu test-tsan lint format docs demo train check bench bench-all bench-async bench-fp8 bench-layers clean distclean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3] [VENV=.venv]"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo "ARGS goes to the program that is run: make test ARGS='-k ring -x'"
 	@echo "WORKERS=0 runs one test at a time: make test WORKERS=0 ARGS=-s"
 	@echo "VENV= takes PYTHON as it is, with the packages it has: make test-gpu VENV= PYTHON=python3"
@@ -72,6 +72,10 @@ check: $(BUILT) ## checks every plan of every builder for 1 to 16 ranks
 
 bench: $(BUILT) ## each shape on GPUS GPUs (default 2): table, picture, JSON in benchmarks/results; no GPU: a smoke test
 	PYTHONPATH=$(CURDIR) $(PY) benchmarks/overlap.py --ranks $(GPUS) $(ARGS)
+
+bench-fp8: $(BUILT) ## the same in float8, with scales row-wise, then tensor-wise
+	for scaling in row tensor; do \
+	    PYTHONPATH=$(CURDIR) $(PY) benchmarks/overlap.py --ranks $(GPUS) --scaling $$scaling $(ARGS) || exit; done
 
 bench-all: $(BUILT) ## GPU tests, all benchmarks, ring and direct, simulated and measured; ships what was tuned; GPUS=4
 	PY=$(PY) benchmarks/everything.sh $(GPUS) $(ARGS)

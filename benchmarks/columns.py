@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from factors import Factor
 from measure import has_nccl
 from problem import ROTATION, Problem
 from torch import Tensor
@@ -17,10 +18,12 @@ import streamoverlap as so
 
 SERIAL = so.PlanSpec("serial")
 DIRECT = so.PlanSpec()
-NAMES = ("mm", "best gemm", "comm", "serial", "fused", "untuned", "tuned")
+WIRE = "fp8"
+NAMES = ("mm", "best gemm", "comm", "serial", "fused", "untuned", "tuned", "wire")
 CALLS = 2 * ROTATION  # in one graph
 ON_CPU = "needs a GPU"
 NO_NCCL = "several ranks share a GPU, which NCCL refuses"
+NO_PARTIALS = "an all-gather has no partial products"
 
 
 class Groups(NamedTuple):
@@ -55,38 +58,56 @@ class Column(NamedTuple):
     call: Callable[[int], Tensor]
     expected: str  # the method of Problem that gives it
     prepare: Callable[[int], object] | None = None  # before a capture; None: one call
+    allowed: str | None = None  # the method of Problem that says how far off it may be; None: by rounding alone
+    exact: bool = False  # whatever numbers there are: nothing is rounded
 
 
 def columns_of(problem: Problem, groups: Groups, plans: dict[str, so.PlanSpec]) -> tuple[dict[str, Column], dict]:
     """By name; and why others are missing. `plans` are further ones of ours, by name."""
-    op = so.all_gather_gemm if problem.shape.gathers else so.gemm_reduce_scatter
     exchange = so.all_gather if problem.shape.gathers else so.reduce_scatter
-    sent = problem.x if problem.shape.gathers else problem.partials
 
-    def ours(group: dist.ProcessGroup, plan: so.PlanSpec | None) -> Column:
-        return _of_package(partial(op, x, weight, group, plan=plan) for x, weight in problem.inputs())
+    def ours(group: dist.ProcessGroup, **options: object) -> list[partial]:
+        return [call_of(problem, i, group, **options) for i in range(ROTATION)]
 
-    # In a group of one this is one product, by the algorithm of cuBLASLt's that was measured to be fastest.
-    alone = (
-        partial(so.all_gather_gemm, problem.whole_x(i), weight, groups.alone, plan=DIRECT)
-        for i, weight in enumerate(problem.weights)
-    )
+    comm = _of_package((partial(exchange, x, groups.tuned, plan=DIRECT) for x in problem.sent()), "exchanged")
     found = {
-        "mm": Column(problem.product, "product"),
-        "best gemm": _of_package(alone, "product"),
-        "comm": _of_package((partial(exchange, x, groups.tuned, plan=DIRECT) for x in sent), "exchanged"),
-        "serial": ours(groups.tuned, SERIAL),
+        "mm": Column(problem.mm, "product"),
+        "best gemm": _of_package((product_alone(problem, i, groups) for i in range(ROTATION)), "product"),
+        "comm": comm._replace(exact=problem.shape.gathers),
+        "serial": _of_package(ours(groups.tuned, plan=SERIAL)),
         "fused": Column(_fused(problem), "output"),
-        "untuned": ours(groups.untuned, None),
-        "tuned": ours(groups.tuned, None),
-        **{name: ours(groups.tuned, plan) for name, plan in plans.items()},
+        "untuned": _of_package(ours(groups.untuned)),
+        "tuned": _of_package(ours(groups.tuned)),
+        **{name: _of_package(ours(groups.tuned, plan=plan)) for name, plan in plans.items()},
     }
     absent = {}
     if groups.alone is None:
-        absent = dict.fromkeys(("best gemm", "fused"), ON_CPU)
+        absent |= dict.fromkeys(("best gemm", "fused"), ON_CPU)
     elif not has_nccl():
-        absent = dict.fromkeys(("serial", "fused"), NO_NCCL)
+        absent |= dict.fromkeys(("serial", "fused"), NO_NCCL)
+    if problem.shape.gathers:
+        absent["wire"] = NO_PARTIALS
+    else:
+        found["wire"] = _of_package(ours(groups.tuned, wire=WIRE))._replace(allowed="wire_error")
     return {name: column for name, column in found.items() if name not in absent}, absent
+
+
+def call_of(problem: Problem, i: int, group: dist.ProcessGroup, **options: object) -> partial:
+    """Of our op on set `i` of the inputs."""
+    op = so.all_gather_gemm if problem.shape.gathers else so.gemm_reduce_scatter
+    return _call(op, problem, problem.x[i], i, group, options)
+
+
+def product_alone(problem: Problem, i: int, groups: Groups) -> partial:
+    """In a group of one this is one product, by the algorithm of cuBLASLt's that was measured to be fastest."""
+    return _call(so.all_gather_gemm, problem, problem.whole_x(i), i, groups.alone, {"plan": DIRECT})
+
+
+def _call(
+    op: Callable, problem: Problem, x: Factor, i: int, group: dist.ProcessGroup | None, options: dict[str, object]
+) -> partial:
+    weight = problem.weights[i]
+    return partial(op, x.values, weight.values, group, **problem.kind.options(x, weight), **options)
 
 
 def _of_package(calls: Iterable[partial], expected: str = "output") -> Column:
@@ -102,16 +123,9 @@ def _of_package(calls: Iterable[partial], expected: str = "output") -> Column:
 
 def _fused(problem: Problem) -> Callable[[int], Tensor]:
     """PyTorch's own, on symmetric memory of the default group."""
-    name = dist.group.WORLD.group_name
-
-    def gather(i: int) -> Tensor:
-        weight = problem.weights[i].t()
-        return torch.ops.symm_mem.fused_all_gather_matmul(problem.x[i], [weight], 0, name, return_A=False)[1][0]
-
-    def scatter(i: int) -> Tensor:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(problem.x[i], problem.weights[i].t(), "sum", 0, name)
-
-    return gather if problem.shape.gathers else scatter
+    kind, name = problem.kind, dist.group.WORLD.group_name
+    op = kind.fused_gather if problem.shape.gathers else kind.fused_scatter
+    return lambda i: op(problem.x[i], problem.weights[i], name)
 
 
 def plans_to_compare(gathers: bool, world: int) -> dict[str, so.PlanSpec]:

@@ -8,6 +8,8 @@
 # doctor     what the machine is
 # tests      the tests that need GPUs, a rank a GPU up to GPUS ranks; pairs side by side on four ranks are among them
 # bench      every shape of the set core, tuned, beside ring and direct, 1 to 3 compute streams, chunks
+# fp8-row    the set core in float8, scales row-wise
+# fp8-tensor the same, scales tensor-wise
 # more       the other shapes
 # simulated  what the simulator predicts for those plans, beside what was measured
 # async      asynchronous collectives behind a GEMM
@@ -21,7 +23,7 @@ cd "$(dirname "$0")/.." || exit 2
 
 gpus=${1:-2}
 steps=("${@:2}")
-all=(doctor tests bench more simulated async layers ship)
+all=(doctor tests bench fp8-row fp8-tensor more simulated async layers ship)
 PY=${PY:-python3}
 export PYTHONPATH=$PWD
 
@@ -61,6 +63,7 @@ else
     ((${#steps[@]})) || steps=("${all[@]}")
     bench=(--set core --plans --save --out "$prefix")
 fi
+overlap=("$PY" benchmarks/overlap.py --ranks "$gpus")
 torchrun=("$PY" -m torch.distributed.run --standalone --nproc-per-node "$gpus")
 
 run() { # STEP SECONDS COMMAND...
@@ -82,8 +85,9 @@ for step in ${steps[@]+"${steps[@]}"}; do
     case $step in
         doctor) run doctor 300 "$PY" -m streamoverlap doctor ;;
         tests) run tests 3600 "$PY" -m pytest -m gpu ;;
-        bench) run bench 3000 "$PY" benchmarks/overlap.py --ranks "$gpus" "${bench[@]}" ;;
-        more) run more 1800 "$PY" benchmarks/overlap.py --ranks "$gpus" --set more small --save --out "${prefix}_more" ;;
+        bench) run bench 3000 "${overlap[@]}" "${bench[@]}" ;;
+        fp8-*) run "$step" 1800 "${overlap[@]}" --set core --scaling "${step#fp8-}" --save --out "$prefix" ;;
+        more) run more 1800 "${overlap[@]}" --set more small --save --out "${prefix}_more" ;;
         simulated) run simulated 600 "$PY" benchmarks/simulated.py "$prefix.json" ;;
         async) run async 600 "${torchrun[@]}" benchmarks/async_overlap.py ;;
         layers) run layers 900 "${torchrun[@]}" benchmarks/layers.py --out "$results/layers_${gpus}x.json" ;;

@@ -11,7 +11,11 @@ timed calls gave, on normal numbers, is checked after: within 2 % of the largest
 Columns: `mm`, one rank's whole product by torch.mm; `best gemm`, the same by the fastest of cuBLASLt's algorithms;
 `comm`, the exchange alone, by copy engines; `serial`, the group's collective and the GEMM; `fused`, PyTorch's
 symmetric-memory op; `untuned`, ours as the simulator chooses; `tuned`, ours after streamoverlap.tune, whose time is in
-no column. Results go to OUT.json, OUT.md and OUT.png.
+no column; `wire`, the same with partial products that travel as float8, and so may be off by what that rounds.
+Results go to OUT.json, OUT.md and OUT.png.
+
+With --scaling x and weight are float8 with scales, results are bfloat16, `mm` is torch._scaled_mm, and `fused` the
+scaled ones of PyTorch's ops.
 
 Where there is no GPU it runs the host executor on a few small shapes. With fewer GPUs than ranks set
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1: it shows that the code works, and nothing of speed.
@@ -26,6 +30,7 @@ import sys
 from pathlib import Path
 
 import torch
+from factors import Plain, Scaled
 from overlap_rank import Job, run_rank
 from report import prefix_of, write
 from shapes import SETS, load
@@ -35,6 +40,7 @@ from streamoverlap.cli.launch import RanksFailed, launch
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 DTYPES = ("bfloat16", "float16", "float32")
+SCALINGS = ("row", "tensor")
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -44,6 +50,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose label contains this")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="times each column is timed (7)")
     parser.add_argument("--dtype", choices=DTYPES, help="default bfloat16, on the CPU float32")
+    parser.add_argument("--scaling", choices=SCALINGS, help="float8; files are PREFIX_fp8-row or -tensor")
     parser.add_argument("--plans", action="store_true", help="also direct and ring, 1 to 3 compute streams, chunks")
     parser.add_argument("--save", action="store_true", help="keep what was tuned in the user's table")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="default benchmarks/results/bench_WxDEVICE")
@@ -65,7 +72,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
             shape.sizes(args.ranks)
         except ValueError as error:
             parser.error(f"--ranks is {args.ranks}: {shape.label}: {error}")
-    args.dtype = args.dtype or ("bfloat16" if gpus else "float32")
+    if args.scaling is not None and args.dtype is not None:
+        parser.error(f"--dtype is {args.dtype} with --scaling; expected none: of float8 results are bfloat16")
+    default = "bfloat16" if gpus else "float32"
+    args.kind = Scaled(args.scaling) if args.scaling else Plain(getattr(torch, args.dtype or default))
     if args.out is not None:
         try:  # before anything has run for nothing
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +87,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     command = shlex.join(["benchmarks/overlap.py", *sys.argv[1:]])
-    job = Job(tuple(args.shapes), args.dtype, args.rounds, args.plans, args.save, command, args.out)
+    job = Job(tuple(args.shapes), args.kind, args.rounds, args.plans, args.save, command, args.out)
     try:
         document = launch(run_rank, args.ranks, job)[0]
     except RanksFailed as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from choices import chosen, tune
 from columns import DIRECT, NAMES, Column, Groups, Replayed, Rotated, columns_of, plans_to_compare
 from environment import environment
+from factors import Plain
 from measure import align, issue_seconds, join, measure, synchronize
 from problem import ROTATION, Problem
 from report import prefix_of, write_json
@@ -28,7 +30,7 @@ MODES = {"eager": Rotated, "graph": Replayed}
 @dataclass(frozen=True)
 class Job:
     shapes: tuple[Shape, ...]
-    dtype: str
+    kind: Plain
     rounds: int
     plans: bool  # to be compared
     save: bool  # what was tuned
@@ -50,14 +52,15 @@ def run_rank(job: Job, threads: int) -> dict:
         "device": about["device"],
         "world": world,
         "torch": torch.__version__,
-        "dtype": job.dtype,
+        "dtype": str(job.kind.dtype).removeprefix("torch."),
+        "scaling": job.kind.scaling,
         "rounds": job.rounds,
         "command": job.command,
         "environment": about,
         "results": [],
     }
     with torch.no_grad():
-        document["issue_microseconds"] = _issue(groups, device, getattr(torch, job.dtype))
+        document["issue_microseconds"] = _issue(groups, device, job.kind)
         for number, shape in enumerate(job.shapes, 1):
             result = run_shape(shape, groups, job, device)
             document["results"].append(result)
@@ -73,15 +76,15 @@ def run_rank(job: Job, threads: int) -> dict:
 def run_shape(shape: Shape, groups: Groups, job: Job, device: torch.device) -> dict:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # slots are not torch's, and need what the last shape has left
-    problem = Problem(shape, getattr(torch, job.dtype), device)
+    problem = Problem(shape, job.kind, device)
     world = problem.world
     compared = plans_to_compare(shape.gathers, world) if job.plans else {}
     columns, absent = columns_of(problem, groups, compared)
     begin = time.perf_counter()
-    _tune(problem, groups, job)
-    plans = _chosen(problem, groups) | {name: asdict(plan) for name, plan in compared.items()}
+    tune(problem, groups, job.save)
+    plans = chosen(problem, groups) | {name: asdict(plan) for name, plan in compared.items()}
     with in_mode(Mode(prepare=True)):
-        captured = _chosen(problem, groups)  # as for a capture
+        captured = chosen(problem, groups)  # as for a capture
     tuning = time.perf_counter() - begin
     timed, missing = _variants(columns, device)
     _check_exactly(columns, timed, problem)
@@ -95,7 +98,7 @@ def run_shape(shape: Shape, groups: Groups, job: Job, device: torch.device) -> d
         times[mode][name] = 1e6 * value / timed[mode, name].calls
     return {
         **shape.as_json(),
-        "link_bytes": shape.link_bytes(world, getattr(torch, job.dtype)),
+        "link_bytes": shape.link_bytes(world, job.kind),
         "microseconds": dict(times),
         "plans": plans,
         "graph_plans": captured,
@@ -108,40 +111,10 @@ def progress_of(result: dict) -> str:
     """A line for each shape while others are measured: times over that of `mm`."""
     parts = []
     for mode, times in result["microseconds"].items():
-        shown = [name for name in ("serial", "fused", "untuned", "tuned") if name in times]
+        shown = [name for name in ("serial", "fused", "untuned", "tuned", "wire") if name in times]
         ratios = ", ".join(f"{name} {times[name] / times['mm']:.2f}" for name in shown)
         parts.append(f"{mode}: mm {times['mm']:.0f} us, {ratios}")
     return f"{result['label']}: {'; '.join(parts)}"
-
-
-def _tune(problem: Problem, groups: Groups, job: Job) -> None:
-    """Tunes the shape, on GPUs in graphs as well, and there the product alone."""
-    call = _op(problem), problem.x[0], problem.weights[0]
-    so.tune(*call, groups.tuned, save=job.save)
-    if groups.alone is not None:
-        so.tune(*call, groups.tuned, graph=True, save=job.save)
-        _tune_product(problem, groups.alone)
-
-
-def _chosen(problem: Problem, groups: Groups) -> dict[str, dict]:
-    """The plans of `untuned` and `tuned`."""
-    call = _op(problem), problem.x[0], problem.weights[0]
-    named = {"untuned": groups.untuned, "tuned": groups.tuned}
-    return {name: asdict(so.explain(*call, group).plan) for name, group in named.items()}
-
-
-def _op(problem: Problem) -> Callable:
-    return so.all_gather_gemm if problem.shape.gathers else so.gemm_reduce_scatter
-
-
-def _tune_product(problem: Problem, alone: dist.ProcessGroup) -> None:
-    """As the tuner does, but for one product alone: with the fastest of cuBLASLt's algorithms it runs from here on."""
-    impl = so.Communicator.of(alone, problem.x[0].device)._open()
-    impl.set_tuning(True)
-    try:
-        so.all_gather_gemm(problem.whole_x(0), problem.weights[0], alone, plan=DIRECT)
-    finally:
-        impl.set_tuning(False)
 
 
 Variant = Rotated | Replayed
@@ -189,12 +162,10 @@ def _check_exactly(columns: dict[str, Column], timed: dict[tuple[str, str], Vari
     """All columns on all sets of inputs, small integers, from memory full of NaN."""
     problem.fill(integers=True)
     for i in range(ROTATION):
-        expected = {}
+        wanted_of = _Wanted(problem, i)
         for (mode, name), variant in timed.items():
             column = columns[name]
-            if column.expected not in expected:
-                expected[column.expected] = getattr(problem, column.expected)(i)
-            wanted = expected[column.expected]
+            wanted = wanted_of(column.expected)
             if mode == "eager":
                 torch.full_like(wanted, float("nan"))  # the next output is likely to get its memory
                 results = [(i, column.call(i))]
@@ -203,7 +174,7 @@ def _check_exactly(columns: dict[str, Column], timed: dict[tuple[str, str], Vari
                 variant()
                 results = [(which, result) for which, result in variant.results() if which == i]
             for _, result in results:
-                _expect(problem, mode, name, i, result, wanted)
+                _expect(wanted_of, mode, name, column, result)
 
 
 def _check(timed: dict[tuple[str, str], Variant], columns: dict[str, Column], problem: Problem) -> None:
@@ -211,26 +182,38 @@ def _check(timed: dict[tuple[str, str], Variant], columns: dict[str, Column], pr
     by_set = defaultdict(list)
     for (mode, name), variant in timed.items():
         for i, result in variant.results():
-            by_set[i, columns[name].expected].append((mode, name, result))
-    for (i, expected), results in by_set.items():
-        wanted = getattr(problem, expected)(i)
+            by_set[i].append((mode, name, result))
+    for i, results in by_set.items():
+        wanted_of = _Wanted(problem, i)
         for mode, name, result in results:
-            _expect(problem, mode, name, i, result, wanted)
+            _expect(wanted_of, mode, name, columns[name], result)
 
 
-def _expect(problem: Problem, mode: str, name: str, i: int, result: torch.Tensor, wanted: torch.Tensor) -> None:
-    if (wrong := problem.wrong(result, wanted)) is not None:
-        raise RuntimeError(f"{problem.shape.label}, {mode}, column {name!r}, inputs {i}: a wrong result: {wrong}")
+class _Wanted:
+    """What methods of Problem give for set `i` of the inputs, each asked once."""
+
+    def __init__(self, problem: Problem, i: int) -> None:
+        self.problem, self.i = problem, i
+        self._known: dict[str, torch.Tensor] = {}
+
+    def __call__(self, method: str) -> torch.Tensor:
+        if method not in self._known:
+            self._known[method] = getattr(self.problem, method)(self.i)
+        return self._known[method]
 
 
-def _issue(groups: Groups, device: torch.device, dtype: torch.dtype) -> dict[str, float] | None:
+def _expect(wanted_of: _Wanted, mode: str, name: str, column: Column, result: torch.Tensor) -> None:
+    problem, allowed = wanted_of.problem, 0.0 if column.allowed is None else wanted_of(column.allowed)
+    if (wrong := problem.wrong(result, wanted_of(column.expected), allowed, column.exact)) is not None:
+        where = f"{problem.shape.label}, {mode}, column {name!r}, inputs {wanted_of.i}"
+        raise RuntimeError(f"{where}: a wrong result: {wrong}")
+
+
+def _issue(groups: Groups, device: torch.device, kind: Plain) -> dict[str, float] | None:
     """CPU time of one all_gather_gemm from Python; on the CPU a call ends with its result, so there is none."""
     if device.type == "cpu":
         return None
-    x = torch.randn(256, 1024, dtype=dtype, device=device)
-    weight = torch.randn(1024, 1024, dtype=dtype, device=device)
+    x, weight = kind.new(256, 1024, device), kind.new(1024, 1024, device)
+    call = partial(so.all_gather_gemm, x.values, weight.values, groups.tuned, **kind.options(x, weight))
     plans = {"plan given": DIRECT, "plan=None": None}
-    return {
-        name: 1e6 * issue_seconds(lambda plan=plan: so.all_gather_gemm(x, weight, groups.tuned, plan=plan), device)
-        for name, plan in plans.items()
-    }
+    return {name: 1e6 * issue_seconds(partial(call, plan=plan), device) for name, plan in plans.items()}

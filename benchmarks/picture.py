@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratios import MODES, bound, ratios_of
+from ratios import MODES, bound, described, mm_of, ratios_of
 
 # Okabe and Ito's colours, which colour-blind people tell apart: https://jfly.uni-koeln.de/color/; and shapes, too.
 _LOOKS = {
@@ -12,6 +12,7 @@ _LOOKS = {
     "fused": ("#E69F00", "D"),
     "untuned": ("#56B4E9", "o"),
     "tuned": ("#0072B2", "*"),
+    "wire": ("#CC79A7", "^"),
 }
 _TITLES = {"eager": "eager", "graph": "in a CUDA graph"}
 _ROW, _TOP, _BOTTOM, _PANEL, _LABELS = 0.24, 0.75, 0.55, 4.2, 1.7  # inches
@@ -53,10 +54,10 @@ def draw(document: dict, path: Path) -> None:
         panel.grid(axis="both", color="#EEEEEE")
         panel.set_axisbelow(True)
         panel.set_title(_TITLES[mode], fontsize=9)
-        panel.set_xlabel("time over torch.mm of the whole problem alone", fontsize=8)
+        panel.set_xlabel(f"time over {mm_of(document)} of the whole problem alone", fontsize=8)
     panels[0].set_yticks(rows, [result["label"] for result in results], fontsize=7)
     panels[0].set_ylim(len(results) - 0.5, -0.5)
-    figure.suptitle(f"{document['world']} x {document['device']}, {document['dtype']}", x=0.02, ha="left", fontsize=9)
+    figure.suptitle(f"{document['world']} x {document['device']}, {described(document)}", x=0.02, ha="left", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper right", ncols=len(labels), fontsize=7, frameon=False)
     figure.savefig(path)

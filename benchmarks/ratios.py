@@ -11,8 +11,19 @@ from shapes import Shape, load
 
 LINK_RATE = 385e9  # bytes/s each way between two H200s, both directions at once, 64 MiB and up: docs/benchmarks.md
 MODES = ("eager", "graph")
-RATIOS = ("t/mm", "t/best gemm", "t/serial", "t/fused", "t/bound")
+RATIOS = ("t/mm", "t/best gemm", "t/serial", "t/fused", "t/bound", "wire/tuned")
 _FEW_ROWS = 1024  # with fewer, eager calls are bound by the CPU
+
+
+def described(document: dict) -> str:
+    """What is multiplied."""
+    scaling = document["scaling"]
+    return f"{document['dtype']} with {scaling}-wise scales" if scaling else document["dtype"]
+
+
+def mm_of(document: dict) -> str:
+    """What `mm` times."""
+    return "torch._scaled_mm" if document["scaling"] else "torch.mm"
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -32,6 +43,8 @@ def ratios_of(result: dict, mode: str, column: str = "tuned") -> dict[str, float
     found = {
         f"t/{name}": times[column] / times[name] for name in ("mm", "best gemm", "serial", "fused") if name in times
     }
+    if {"wire", "tuned"} <= set(times):
+        found["wire/tuned"] = times["wire"] / times["tuned"]
     return found | ({"t/bound": times[column] / bound(result, mode)} if result["set"] != "cpu" else {})
 
 
@@ -71,6 +84,10 @@ def _any(shape: Shape) -> bool:
     return True
 
 
+def _scatters_as_8(shape: Shape) -> bool:
+    return shape.as_tp == 8 and not shape.gathers
+
+
 _OF_TWO = (
     _Goal("M = 8192, eager: geomean t/mm", 1.00, "t/mm", ("eager",), _core(8192)),
     _Goal("M = 8192, graph: geomean t/mm", 1.00, "t/mm", ("graph",), _core(8192)),
@@ -81,6 +98,7 @@ _OF_TWO = (
     _Goal("as_tp 8, eager: geomean t/bound", 1.04, "t/bound", ("eager",), lambda shape: shape.as_tp == 8),
     _Goal("as_tp 8, graph: geomean t/bound", 1.04, "t/bound", ("graph",), lambda shape: shape.as_tp == 8),
     _Goal("any shape, against PyTorch's fused op: largest t/fused", 0.97, "t/fused", MODES, _any, max),
+    _Goal("as_tp 8, fp8 wire over bf16 wire: largest wire/tuned", 1.00, "wire/tuned", MODES, _scatters_as_8, max),
 )
 _OF_MORE = (
     _Goal("M = 8192, eager: geomean t/bound", 1.06, "t/bound", ("eager",), _core(8192)),
@@ -94,13 +112,24 @@ _AGAINST_SERIAL = (
     _Goal("M < 1024, graph: largest t/serial", 1.02, "t/serial", ("graph",), lambda shape: shape.M < _FEW_ROWS, max),
     _Goal("M < 1024, eager: t - serial", 5.0, "difference", ("eager",), lambda shape: shape.M < _FEW_ROWS, max, " us"),
 )
+_SCALED_OF_TWO = (
+    _Goal("M = 8192, eager: geomean t/mm", 1.05, "t/mm", ("eager",), _core(8192)),
+    _Goal("M = 8192, graph: geomean t/mm", 1.05, "t/mm", ("graph",), _core(8192)),
+)
+_SCALED = (_Goal("any shape, against serial: largest t/serial", 1.02, "t/serial", MODES, _any, max),)
 
 
-def targets_of(results: Sequence[dict], world: int) -> list[Target]:
-    """What the project has set itself, for two GPUs or for more, beside what was measured."""
+def _goals(world: int, scaled: bool) -> tuple[_Goal, ...]:
+    if scaled:
+        return (*(_SCALED_OF_TWO if world == 2 else ()), *_SCALED)
+    return (*(_OF_TWO if world == 2 else _OF_MORE), *_AGAINST_SERIAL)
+
+
+def targets_of(results: Sequence[dict], world: int, scaled: bool = False) -> list[Target]:
+    """What the project has set itself, for two GPUs or for more, and for float8, beside what was measured."""
     by_key = {(result["label"], result["set"]): result for result in results}
     found = []
-    for goal in (*(_OF_TWO if world == 2 else _OF_MORE), *_AGAINST_SERIAL):
+    for goal in _goals(world, scaled):
         shapes = [shape for shape in load() if goal.takes(shape)]
         measured = [by_key[shape.label, shape.set] for shape in shapes if (shape.label, shape.set) in by_key]
         values = [_values(goal, result) for result in measured]

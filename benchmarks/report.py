@@ -13,9 +13,10 @@ from pathlib import Path
 
 from columns import NAMES
 from picture import draw
-from ratios import MODES, RATIOS, ratios_of, targets_of
+from ratios import MODES, RATIOS, described, mm_of, ratios_of, targets_of
 
 RESULTS = Path(__file__).with_name("results")
+TUNED = ("tuned", "wire")  # columns whose plans are shown
 ON_CPU = (
     "These times are of the host executor: ranks are processes of one machine, streams are threads, a copy is a memcpy "
     "and a product runs on the cores that copy. They show that the columns run and agree. They predict nothing of "
@@ -30,10 +31,12 @@ _SEPARATOR = re.compile(r"[^A-Za-z0-9.+-]+")
 
 
 def prefix_of(out: Path | None, document: dict) -> Path:
-    """Of the files with the results; by default named after ranks and device."""
+    """Of the files with the results; by default named after ranks and device. Those of float8 are told apart."""
     device = document["device"] if document["environment"]["device_type"] == "cuda" else "CPU"
     name = _SEPARATOR.sub("-", device.removeprefix("NVIDIA "))
-    return out or RESULTS / f"bench_{document['world']}x{name}"
+    scaled = f"_fp8-{document['scaling']}" if document["scaling"] else ""
+    prefix = out or RESULTS / f"bench_{document['world']}x{name}"
+    return prefix.with_name(f"{prefix.name}{scaled}")
 
 
 def write_json(document: dict, out: Path) -> None:
@@ -84,7 +87,7 @@ def _environment_lines(document: dict) -> Iterator[str]:
     yield f"- {', '.join(versions)}; streamoverlap {about['streamoverlap']}, commit {about['commit'] or 'unknown'}"
     if about.get("link"):
         yield f"- link: {about['link']}"
-    yield f"- {document['dtype']}, median of {document['rounds']} rounds, {about['date']}"
+    yield f"- {described(document)}, `mm` is {mm_of(document)}, median of {document['rounds']} rounds, {about['date']}"
     if issue := document["issue_microseconds"]:
         told = ", ".join(f"{name} {microseconds:.1f} us" for name, microseconds in issue.items())
         yield f"- CPU time to issue one `all_gather_gemm`: {told}"
@@ -99,7 +102,7 @@ def _target_rows(document: dict) -> tuple[Sequence[str], list[list[str]]]:
             target.reached,
             f"{target.shapes} of {target.of}",
         ]
-        for target in targets_of(document["results"], document["world"])
+        for target in targets_of(document["results"], document["world"], document["scaling"] is not None)
     ]
     return ("`tuned`", "measured", "target", "reached", "shapes"), rows
 
@@ -108,15 +111,17 @@ def _time_rows(document: dict, mode: str) -> tuple[Sequence[str], list[list[str]
     rows = []
     for result in document["results"]:
         times, ratios = result["microseconds"].get(mode, {}), ratios_of(result, mode)
+        plans = result["graph_plans" if mode == "graph" else "plans"]
         rows.append(
             [
                 result["label"],
                 *(f"{times[name]:.1f}" if name in times else "-" for name in NAMES),
-                plan_text(result["graph_plans" if mode == "graph" else "plans"]["tuned"]),
+                *(plan_text(plans[name]) if name in plans else "-" for name in TUNED),
                 *(f"{ratios[name]:.3f}" if name in ratios else "-" for name in RATIOS),
             ]
         )
-    return ("shape", *(f"`{name}`" for name in NAMES), "plan of `tuned`", *RATIOS), rows
+    head = ("shape", *(f"`{name}`" for name in NAMES), *(f"plan of `{name}`" for name in TUNED), *RATIOS)
+    return head, rows
 
 
 def plan_text(plan: dict) -> str:

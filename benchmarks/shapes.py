@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
+from factors import Plain
 
 from streamoverlap import simulate
 
@@ -43,10 +43,10 @@ class Shape:
             return (self.M // world, self.K), (self.N // split, self.K)
         return (self.M, self.K // split), (self.N, self.K // split)
 
-    def link_bytes(self, world: int, dtype: torch.dtype) -> int:
+    def link_bytes(self, world: int, kind: Plain) -> int:
         """What each rank must send, and receive: the shards, or partial sums, of its peers."""
-        width = self.K if self.gathers else self.N
-        return (world - 1) * (self.M // world) * width * dtype.itemsize
+        row = kind.sent_bytes(self.K) if self.gathers else self.N * kind.results.itemsize
+        return (world - 1) * (self.M // world) * row
 
     def as_json(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None} | {"label": self.label}

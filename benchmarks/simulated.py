@@ -29,7 +29,9 @@ def measured(result: dict) -> Iterator[tuple[so.PlanSpec, float]]:
         return
     times = result["microseconds"]["graph"]
     serial = {"serial": asdict(so.PlanSpec("serial"))} if "serial" in times else {}
-    for name, plan in (serial | result["plans"] | result["graph_plans"]).items():
+    plans = serial | result["plans"] | result["graph_plans"]
+    plans.pop("wire", None)  # whose partial products travel as float8
+    for name, plan in plans.items():
         yield so.PlanSpec(**plan), times[name] / times["mm"]
 
 
@@ -55,6 +57,8 @@ def main() -> None:
     dtype = getattr(torch, document.get("dtype", "bfloat16"))
     if any("graph" not in result.get("microseconds", ("graph",)) for result in document["results"]):
         parser.error(f"{args.path} was measured on a CPU; expected results of GPUs, whose costs there are")
+    if document.get("scaling"):
+        parser.error(f"{args.path} has products of float8; expected others, whose rate the costs have")
     options = {"graph": True, "dtype_bytes": dtype.itemsize}
     print(f"{document['device']}, {world} ranks; costs of {costs.device or args.device}")
     print("| shape | plan | measured | predicted | predicted/measured |")

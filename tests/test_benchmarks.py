@@ -13,28 +13,32 @@ import shapes
 import simulated
 import torch
 from columns import NAMES, plans_to_compare
+from factors import Plain, Scaled
 
-from streamoverlap import simulate
+from streamoverlap import PlanSpec, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECT = {"algorithm": "direct", "chunks": 1, "compute_streams": 1, "reduce": "accumulate"}
 RING = DIRECT | {"algorithm": "ring"}
-TIMES = dict(zip(NAMES, (100.0, 98.0, 30.0, 140.0, 120.0, 110.0, 99.0), strict=True))
+TIMES = dict(zip(NAMES, (100.0, 98.0, 30.0, 140.0, 120.0, 110.0, 99.0, 93.0), strict=True))
+BF16 = Plain(torch.bfloat16)
 
 
 def result_of(shape: shapes.Shape, times: dict[str, float] = TIMES, world: int = 2) -> dict:
+    times = {name: time for name, time in times.items() if name != "wire" or not shape.gathers}
+    plans = {name: RING if name == "wire" else DIRECT for name in ("untuned", "tuned", "wire") if name in times}
     return {
         **shape.as_json(),
-        "link_bytes": shape.link_bytes(world, torch.bfloat16),
+        "link_bytes": shape.link_bytes(world, BF16),
         "microseconds": {"eager": dict(times), "graph": dict(times)},
-        "plans": {"untuned": DIRECT, "tuned": DIRECT},
-        "graph_plans": {"untuned": DIRECT, "tuned": DIRECT},
+        "plans": plans,
+        "graph_plans": dict(plans),
         "absent": {"eager": {}, "graph": {}},
         "tuning_seconds": 1.0,
     }
 
 
-def document_of(results: list[dict], world: int = 2, gpus: int = 2) -> dict:
+def document_of(results: list[dict], world: int = 2, gpus: int = 2, scaling: str | None = None) -> dict:
     """As a rank gives it, of GPUs that are not here."""
     about = {"device": "NVIDIA H200", "devices": ["NVIDIA H200"] * world, "device_type": "cuda", "gpus": gpus}
     about |= {"cores": 16, "streamoverlap": "0", "commit": None, "torch": "2", "date": "2026-01-01", "driver": "580"}
@@ -42,7 +46,8 @@ def document_of(results: list[dict], world: int = 2, gpus: int = 2) -> dict:
         "device": "NVIDIA H200",
         "world": world,
         "torch": "2",
-        "dtype": "bfloat16",
+        "dtype": "float8_e4m3fn" if scaling else "bfloat16",
+        "scaling": scaling,
         "rounds": 7,
         "command": "benchmarks/overlap.py",
         "environment": about,
@@ -66,8 +71,11 @@ def test_shapes_are_those_of_the_file_and_sharded_as_the_simulator_does() -> Non
 
 def test_bytes_of_the_link() -> None:
     gather, scatter = shapes.load(only="AG l70b.qkv8 M8192") + shapes.load(only="RS l70b.down M8192")
-    assert gather.link_bytes(2, torch.bfloat16) == 4096 * 8192 * 2
-    assert scatter.link_bytes(4, torch.bfloat16) == 3 * 2048 * 8192 * 2
+    assert gather.link_bytes(2, BF16) == 4096 * 8192 * 2
+    assert scatter.link_bytes(4, BF16) == 3 * 2048 * 8192 * 2
+    for kind in map(Scaled, ("row", "tensor")):
+        assert gather.link_bytes(2, kind) == 4096 * (8192 + 4)  # a scale a row
+        assert scatter.link_bytes(4, kind) == 3 * 2048 * 8192 * 2
 
 
 # --- targets ---
@@ -90,8 +98,34 @@ def test_targets_of_two_gpus() -> None:
     assert found["M >= 1024, against serial: largest t/serial"] == (pytest.approx(99 / 140), "yes", 32, 32)
     assert found["M < 1024, eager: t - serial"] == (pytest.approx(-41), "yes", 6, 6)
     value, _, count, of = found["as_tp 8, graph: geomean t/bound"]
-    bounds = [max(100.0, 1e6 * shape.link_bytes(2, torch.bfloat16) / 385e9) for shape in shapes.load() if shape.as_tp]
+    bounds = [max(100.0, 1e6 * shape.link_bytes(2, BF16) / 385e9) for shape in shapes.load() if shape.as_tp]
     assert value == pytest.approx(ratios.geomean(99 / bound for bound in bounds)) and count == of == 4
+    assert found["as_tp 8, fp8 wire over bf16 wire: largest wire/tuned"] == (pytest.approx(93 / 99), "yes", 2, 2)
+
+
+def test_targets_of_float8() -> None:
+    results = [result_of(shape) for shape in shapes.load()]
+    found = values_of(ratios.targets_of(results, 2, scaled=True))
+    assert found == {
+        "M = 8192, eager: geomean t/mm": (pytest.approx(0.99), "yes", 10, 10),
+        "M = 8192, graph: geomean t/mm": (pytest.approx(0.99), "yes", 10, 10),
+        "any shape, against serial: largest t/serial": (pytest.approx(99 / 140), "yes", 38, 38),
+    }
+    for result in results:
+        if result["M"] == 8192:
+            result["microseconds"]["graph"]["tuned"] = 106.0
+    results[-1]["microseconds"]["eager"]["tuned"] = 144.0
+    found = values_of(ratios.targets_of(results, 2, scaled=True))
+    assert [reached for _, reached, *_ in found.values()] == ["yes", "no", "no"]
+    assert [target.limit for target in ratios.targets_of(results, 2, scaled=True)] == [1.05, 1.05, 1.02]
+    assert [target.limit for target in ratios.targets_of(results, 4, scaled=True)] == [1.02]
+
+
+def test_a_slower_float8_wire_misses_its_target() -> None:
+    results = [result_of(shape) for shape in shapes.load(only="8 M8192")]
+    results[-1]["microseconds"]["graph"]["wire"] = 100.0
+    found = values_of(ratios.targets_of(results, 2))
+    assert found["as_tp 8, fp8 wire over bf16 wire: largest wire/tuned"] == (pytest.approx(100 / 99), "no", 2, 2)
 
 
 def test_one_slow_shape_misses_a_target_that_holds_for_any() -> None:
@@ -126,13 +160,31 @@ def test_the_report_has_every_number_and_what_is_missing(tmp_path: Path) -> None
     results[0]["absent"]["graph"]["fused"] = "rank 0: no capture"
     text = report.write(document_of(results), tmp_path / "bench")
     assert (tmp_path / "bench.md").read_text() == text
-    row = "| 98.0 | 30.0 | 140.0 | 120.0 | 110.0 | 99.0 | direct, 1, 1, accumulate | 0.990 | 1.010 | 0.707 | 0.825 |"
-    assert text.count(row) == 31
+    head, plan = "| 98.0 | 30.0 | 140.0 | 120.0 | 110.0 | 99.0", "direct, 1, 1, accumulate"
+    gather, scatter = f"{head} | - | {plan} | -", f"{head} | 93.0 | {plan} | ring, 1, 1, accumulate"
+    assert text.count(f"{gather} | 0.990 | 1.010 | 0.707 | 0.825 | ") == 15  # and one without `fused`
+    assert text.count(f"{scatter} | 0.990 | 1.010 | 0.707 | 0.825 | ") == text.count(" | 0.939 |\n") == 16
     assert "| 140.0 | - | 110.0 |" in text and "- `fused`, graph: rank 0: no capture" in text
     assert "| M = 8192, eager: geomean t/mm | 0.990 | at most 1.00 | yes | 10 of 10 |" in text
-    assert "driver 580" in text and "plan given 31.0 us" in text and "![t/mm of each shape](bench.png)" in text
+    assert "| as_tp 8, fp8 wire over bf16 wire: largest wire/tuned | 0.939 | at most 1.00 | yes | 2 of 2 |" in text
+    assert (
+        "- bfloat16, `mm` is torch.mm, median of 7 rounds" in text
+        and "driver 580" in text
+        and "plan given 31.0 us" in text
+        and "![t/mm of each shape](bench.png)" in text
+    )
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_the_report_of_float8_says_so(tmp_path: Path) -> None:
+    results = [result_of(shape) for shape in shapes.load(["core"])]
+    document = document_of(results, scaling="row")
+    text = report.write(document, tmp_path / "bench")
+    assert "- float8_e4m3fn with row-wise scales, `mm` is torch._scaled_mm, median of 7 rounds" in text
+    assert "| M = 8192, eager: geomean t/mm | 0.990 | at most 1.05 | yes | 10 of 10 |" in text
+    assert "largest wire/tuned" not in text and (tmp_path / "bench.png").stat().st_size > 10_000
+    assert report.prefix_of(None, document) == ROOT / "benchmarks/results/bench_2xH200_fp8-row"
 
 
 def test_the_report_is_made_again_from_its_json(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -177,26 +229,33 @@ def test_plans_to_compare() -> None:
 @pytest.mark.parametrize("best", [[], ["--best"]])
 def test_simulated_takes_these_results(best: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     result = result_of(shapes.load(only="RS l70b.proj8")[0])
-    result["plans"]["ring,1,1,accumulate"] = RING
-    result["microseconds"]["graph"]["ring,1,1,accumulate"] = 95.0
+    ring = PlanSpec("ring").to_text()
+    result["plans"][ring] = RING
+    result["microseconds"]["graph"][ring] = 95.0
     path = tmp_path / "a.json"
     path.write_text(json.dumps(document_of([result])))
     monkeypatch.setattr(sys, "argv", ["simulated.py", str(path), *best])
     simulated.main()
     out = capsys.readouterr().out
-    assert "| RS l70b.proj8 M8192 | ring,1,1,accumulate | 0.95 |" in out
-    assert ("| serial,1,1,accumulate | 1.40 |" in out, "| direct,1,1,accumulate | 0.99 |" in out) == (not best,) * 2
+    assert f"| RS l70b.proj8 M8192 | {ring} | 0.95 |" in out and " 0.93 |" not in out  # of `wire`
+    others = {PlanSpec("serial"): "1.40", PlanSpec(): "0.99"}
+    assert all((f"| {plan.to_text()} | {time} |" in out) == (not best) for plan, time in others.items())
 
 
-def test_simulated_takes_the_prototypes_and_no_cpus(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_simulated_takes_the_prototypes(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["simulated.py", str(ROOT / "benchmarks/results/prototype_h200.json")])
     simulated.main()
     assert "in the median" in capsys.readouterr().out
-    result = result_of(shapes.ON_CPU[0])
-    del result["microseconds"]["graph"]
-    path = tmp_path / "cpu.json"
-    path.write_text(json.dumps(document_of([result])))
+
+
+def test_simulated_takes_no_cpus_and_no_float8(tmp_path: Path, monkeypatch, capsys) -> None:
+    of_cpu = result_of(shapes.ON_CPU[0])
+    del of_cpu["microseconds"]["graph"]
+    scaled = document_of([result_of(shapes.load()[0])], scaling="row")
+    path = tmp_path / "a.json"
     monkeypatch.setattr(sys, "argv", ["simulated.py", str(path)])
-    with pytest.raises(SystemExit):
-        simulated.main()
-    assert "was measured on a CPU" in capsys.readouterr().err
+    for document, said in ((document_of([of_cpu]), "was measured on a CPU"), (scaled, "has products of float8")):
+        path.write_text(json.dumps(document))
+        with pytest.raises(SystemExit):
+            simulated.main()
+        assert said in capsys.readouterr().err

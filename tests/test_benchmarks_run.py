@@ -1,12 +1,12 @@
-"""benchmarks/ as it runs: wrong results are found, one command does all, bad arguments are named."""
+"""benchmarks/ as it runs: wrong results are found, one command measures and reports."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import overlap
@@ -14,26 +14,25 @@ import pytest
 import ratios
 import report
 import shapes
-import ship
 import torch
-from columns import NAMES, Column, Groups, Rotated, columns_of, plans_to_compare
+from columns import NAMES, NO_PARTIALS, ON_CPU, Column, Groups, Rotated, call_of, columns_of, plans_to_compare
+from factors import Plain, Scaled
 from overlap_rank import _check, _check_exactly, _variants
 from problem import ROTATION, Problem
 
-from streamoverlap import PlanSpec, table
+from streamoverlap import PlanSpec
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = (Plain(torch.float32), Scaled("row"), Scaled("tensor"))
 
 
-# --- what is measured ---
-
-
-def wrong_results_are_found(rank: int, world: int, group) -> None:
+def wrong_results_are_found(rank: int, world: int, group, kind: Plain) -> None:
     groups = Groups.make(torch.device("cpu"))
     for shape in (shapes.ON_CPU[0], shapes.ON_CPU[2]):
-        problem = Problem(shape, torch.float32, torch.device("cpu"))
+        problem = Problem(shape, kind, torch.device("cpu"))
         columns, absent = columns_of(problem, groups, {"ring": PlanSpec("ring", 2)})
-        assert set(columns) == {*NAMES, "ring"} - set(absent) and set(absent) == {"best gemm", "fused"}
+        assert set(columns) == {*NAMES, "ring"} - set(absent)
+        assert set(absent) == {"best gemm", "fused", *(["wire"] if shape.gathers else [])}
         timed = {("eager", name): Rotated(column) for name, column in columns.items()}
         _check_exactly(columns, timed, problem)
         problem.fill(integers=False)
@@ -42,34 +41,86 @@ def wrong_results_are_found(rank: int, world: int, group) -> None:
                 call()
         _check(timed, columns, problem)
 
-        def late(i: int, call=columns["tuned"].call) -> torch.Tensor:
-            out = call(i)
-            out[-1] = call((i + 1) % ROTATION)[-1]  # as if a slot had been read too early
-            return out
+        for name, column in columns.items():
 
-        bad = {"tuned": columns["tuned"]._replace(call=late)}
-        with pytest.raises(RuntimeError, match=r"eager, column 'tuned', inputs 0: a wrong result: [0-9]+ of"):
-            _check_exactly(bad, {("eager", "tuned"): Rotated(bad["tuned"])}, problem)
-        problem.fill(integers=False)
-        rotated = Rotated(bad["tuned"])
-        rotated()
-        with pytest.raises(RuntimeError, match=r"off by .* of the largest value; expected 0.02 at most"):
-            _check({("eager", "tuned"): rotated}, bad, problem)
+            def late(i: int, call=column.call) -> torch.Tensor:
+                out = call(i).clone()
+                out[-1] = call((i + 1) % ROTATION)[-1]  # as if a slot had been read too early
+                return out
+
+            expect_to_be_found(name, column._replace(call=late), problem)
 
 
-def test_wrong_results_are_found(ranks) -> None:
-    ranks(2).run(wrong_results_are_found)
+def expect_to_be_found(name: str, bad: Column, problem: Problem) -> None:
+    with pytest.raises(RuntimeError, match=rf"eager, column '{name}', inputs 0: a wrong result: [0-9]+ of"):
+        _check_exactly({name: bad}, {("eager", name): Rotated(bad)}, problem)
+    problem.fill(integers=False)
+    rotated = Rotated(bad)
+    rotated()
+    said = "[0-9]+ of" if bad.exact else r"off by .* of the largest value; expected 0.02 at most"
+    with pytest.raises(RuntimeError, match=f"a wrong result: {said}"):
+        _check({("eager", name): rotated}, {name: bad}, problem)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.scaling))
+def test_wrong_results_are_found(ranks, kind: Plain) -> None:
+    ranks(2).run(wrong_results_are_found, kind)
+
+
+def wrong_scales_are_found(rank: int, world: int, group) -> None:
+    groups = Groups.make(torch.device("cpu"))
+    for shape in (shapes.ON_CPU[0], shapes.ON_CPU[2]):
+        problem = Problem(shape, Scaled("row"), torch.device("cpu"))
+
+        def of_the_next_row(i: int, problem: Problem = problem) -> torch.Tensor:
+            call = call_of(problem, i, groups.tuned)
+            return call(scale_x=call.keywords["scale_x"].roll(1, 0))
+
+        expect_to_be_found("tuned", Column(of_the_next_row, "output"), problem)
+
+
+def test_scales_of_other_rows_are_found(ranks) -> None:
+    ranks(2).run(wrong_scales_are_found)
+
+
+def a_float8_wire_is_off_by_what_it_may_be(rank: int, world: int, group, kind: Plain) -> None:
+    groups = Groups.make(torch.device("cpu"))
+    problem = Problem(shapes.ON_CPU[2], kind, torch.device("cpu"))
+    for algorithm in ("direct", "ring"):
+        call = partial(call_of, problem, group=groups.tuned, plan=PlanSpec(algorithm), wire="fp8")
+        column = Column(lambda i, call=call: call(i=i)(), "output", allowed="wire_error")
+        _check_exactly({"wire": column}, {("eager", "wire"): Rotated(column)}, problem)
+        for exact in (column._replace(allowed=None), column._replace(call=lambda i, call=column.call: 1.1 * call(i))):
+            expect_to_be_found("wire", exact, problem)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_float8_wire_is_off_by_what_it_may_be(ranks, world: int) -> None:
+    ranks(world).run(a_float8_wire_is_off_by_what_it_may_be, KINDS[0])
+
+
+def pytorch_takes_the_arguments(rank: int, world: int, group) -> None:
+    """Shapes alone, without data."""
+    for kind in map(Scaled, overlap.SCALINGS):
+        x, weight = kind.new(64, 32, torch.device("meta")), kind.new(48, 32, torch.device("meta"))
+        for op, size in ((kind.fused_gather, (64 * world, 48)), (kind.fused_scatter, (64 // world, 48))):
+            result = op(x, weight, group.group_name)
+            assert (tuple(result.shape), result.dtype) == (size, torch.bfloat16)
+
+
+def test_pytorchs_scaled_ops_take_the_arguments(ranks) -> None:
+    ranks(2).run(pytorch_takes_the_arguments)
 
 
 def a_fused_op_fails(rank: int, world: int, group) -> dict:
-    problem = Problem(shapes.ON_CPU[0], torch.float32, torch.device("cpu"))
+    problem = Problem(shapes.ON_CPU[0], KINDS[0], torch.device("cpu"))
 
     def fails_on_one(i: int) -> torch.Tensor:
         if rank == 1:
             raise RuntimeError("no symmetric memory\nand more")
         return problem.product(i)
 
-    columns = {"mm": Column(problem.product, "product"), "fused": Column(fails_on_one, "product")}
+    columns = {"mm": Column(problem.mm, "product"), "fused": Column(fails_on_one, "product")}
     found, missing = _variants(columns, torch.device("cpu"))
     assert set(found) == {("eager", "mm")}
     return missing["eager"]
@@ -101,132 +152,49 @@ def test_one_command_measures_and_reports_on_the_cpu(tmp_path: Path) -> None:
     document = json.loads(Path(f"{out}.json").read_text())
     assert [result["label"] for result in document["results"]] == ["AG gather M256", "RS scatter M256"]
     for result in document["results"]:
-        assert set(result["microseconds"]["eager"]) == {"mm", "comm", "serial", "untuned", "tuned"}
-        assert result["absent"] == {"eager": {"best gemm": "needs a GPU", "fused": "needs a GPU"}}
+        missing = dict.fromkeys(("best gemm", "fused"), ON_CPU)
+        if result["op"] == "all_gather_gemm":
+            missing["wire"] = NO_PARTIALS
+        assert result["absent"] == {"eager": missing}
+        assert set(result["microseconds"]["eager"]) == set(NAMES) - set(missing)
     text = Path(f"{out}.md").read_text()
     assert report.ON_CPU in text and "Targets" not in text and text in done.stdout
     assert Path(f"{out}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.gpu(1)
-def test_all_columns_are_right_on_gpus(tmp_path: Path) -> None:
-    """On one GPU two ranks share it, and `serial` and `fused` are missing."""
+@pytest.mark.parametrize("scaling", overlap.SCALINGS)
+def test_float8_is_measured_on_the_cpu(scaling: str, tmp_path: Path) -> None:
     out = tmp_path / "bench"
-    done = run("--rounds", "1", "--only", "l70b.qkv M64", "--plans", "--out", str(out), **{overlap.OVERLAPPING: "1"})
+    words = ("--rounds", "1", "--only", "M256", "--scaling", scaling, "--out", str(out))
+    done = run(*words, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads(Path(f"{out}.json").read_text())["results"]
-    shared = torch.cuda.device_count() < 2
-    for mode in ratios.MODES:
-        assert set(NAMES) - set(result["microseconds"][mode]) == ({"serial", "fused"} if shared else set())
-    assert set(plans_to_compare(True, 2)) <= set(result["microseconds"]["graph"])
+    document = json.loads(Path(f"{out}_fp8-{scaling}.json").read_text())
+    assert (document["dtype"], document["scaling"]) == ("float8_e4m3fn", scaling)
+    gather, scatter = (set(result["microseconds"]["eager"]) for result in document["results"])
+    assert gather == set(NAMES) - {"best gemm", "fused", "wire"} and scatter == gather | {"wire"}
+    assert f"float8_e4m3fn with {scaling}-wise scales, `mm` is torch._scaled_mm" in done.stdout
 
 
-# --- commands ---
-
-
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("shape", "words", "name"),
     [
-        (["--ranks", "1"], "--ranks is 1; expected an integer from 2 to"),
-        (["--ranks", "3"], "--ranks is 3: AG gather M256: M is 256; expected a multiple of the group's 3 ranks"),
-        (["--rounds", "0"], "--rounds is 0; expected an integer from 1 to"),
-        (["--only", "none"], "--only 'none': no shape has that in its label"),
-        (["--set", "huge"], "argument --set: invalid choice: 'huge'"),
-        (["--out", "/proc/none/bench"], "--out is /proc/none/bench: [Errno"),
+        ("l70b.qkv M64", ["--plans"], "bench"),
+        ("l70b.down M64", [], "bench"),
+        ("l70b.qkv M64", ["--scaling", "row"], "bench_fp8-row"),
+        ("l70b.down M64", ["--scaling", "tensor"], "bench_fp8-tensor"),
     ],
 )
-def test_bad_arguments_are_named(words: list[str], said: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit):
-        overlap.parse_arguments(words)
-    assert said in capsys.readouterr().err
-
-
-def test_fewer_gpus_than_ranks_must_be_asked_for(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv(overlap.OVERLAPPING, raising=False)
-    with pytest.raises(SystemExit):
-        overlap.parse_arguments(["--ranks", "4"])
-    assert f"--ranks is 4, and torch finds 2 GPUs; expected a GPU each, or {overlap.OVERLAPPING}=1" in (
-        capsys.readouterr().err
-    )
-    monkeypatch.setenv(overlap.OVERLAPPING, "1")
-    assert len(overlap.parse_arguments(["--ranks", "4"]).shapes) == 38
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["x"], "GPUS is 'x'"), (["1"], "GPUS is '1'"), (["4", "paint"], "step 'paint'; expected one of doctor tests")],
-)
-def test_bad_arguments_of_everything_are_named(words: list[str], said: str) -> None:
-    done = subprocess.run(["bash", ROOT / "benchmarks/everything.sh", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and said in done.stderr
-
-
-def everything(folder: Path, gpus: int, *words: str) -> subprocess.CompletedProcess:
-    """Runs it in another tree, with a Python that finds so many GPUs, tells what it runs, and fails in layers.py."""
-    (folder / "benchmarks").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "benchmarks/everything.sh", folder / "benchmarks")
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && echo {gpus} && exit\necho run: "$@"\ncase "$*" in *layers*) exit 3; esac\n'
-    )
-    python.chmod(0o755)
-    command = ["bash", folder / "benchmarks/everything.sh", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PY": str(python)}, timeout=60)
-
-
-def test_everything_goes_on_after_a_failure_and_tells_of_it(tmp_path: Path) -> None:
-    done = everything(tmp_path, 4, "4")
-    outcomes = done.stdout.split("=== outcomes\n")[1].splitlines()
-    assert [line.split(":")[0] for line in outcomes] == (
-        ["doctor", "tests", "bench", "more", "simulated", "async", "layers", "ship"]
-    )
-    assert [line for line in outcomes if not line.endswith(": done")] == [
-        "layers: FAILED, exit status 3, see benchmarks/results/everything_4x/layers.log"
-    ]
-    assert done.returncode == 1
-    wanted = "run: benchmarks/overlap.py --ranks 4 --set core --plans --save --out benchmarks/results/bench_4x\n"
-    assert (tmp_path / "benchmarks/results/everything_4x/bench.log").read_text() == wanted
-
-
-def test_options_of_everything_are_those_of_the_programs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.chdir(tmp_path)
-    for step in ("bench", "more"):
-        words = (
-            everything(tmp_path, 4, "4", step).stdout.split("run: benchmarks/overlap.py ")[1].splitlines()[0].split()
-        )
-        assert overlap.parse_arguments(words).ranks == 4
-
-
-def test_everything_on_fewer_gpus_is_what_means_something_there(tmp_path: Path) -> None:
-    done = everything(tmp_path, 2, "4")
-    outcomes = done.stdout.split("=== outcomes\n")[1].splitlines()
-    assert outcomes == ["doctor: done", "tests: done", "bench: done"] and done.returncode == 0
-    assert everything(tmp_path, 2, "4", "ship").stdout.endswith("=== outcomes\n")
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("target", ["bench", "bench-all", "bench-async", "bench-layers"])
-def test_make_runs_files_that_are_there(target: str) -> None:
-    done = subprocess.run(["make", "-n", target, "VENV=", "GPUS=4"], cwd=ROOT, capture_output=True, text=True)
+def test_all_columns_are_right_on_gpus(shape: str, words: list[str], name: str, tmp_path: Path) -> None:
+    """On one GPU two ranks share it, and `serial` and `fused` are missing."""
+    out = str(tmp_path / "bench")
+    done = run("--rounds", "1", "--only", shape, *words, "--out", out, **{overlap.OVERLAPPING: "1"})
     assert done.returncode == 0, done.stderr
-    (script,) = (word for word in done.stdout.split() if word.startswith("benchmarks/"))
-    assert (ROOT / script).is_file()
-
-
-def test_tuned_tables_are_shipped_beside_what_is_there(tmp_path: Path) -> None:
-    problems = [table.Problem("all_gather_gemm", world, 64, 64, 64, "bfloat16", "row") for world in (2, 4)]
-    entries = [table.TunedPlan(PlanSpec(chunks=chunks), table.as_kept(1e-5), None) for chunks in (1, 2)]
-    table.Table({problems[0]: entries[0], problems[1]: entries[0]}).save(tmp_path / "shipped" / "a.json", "H200")
-    table.Table({problems[1]: entries[1]}, {(1, 2, 3): table.TunedGemm(3, 1e-6, 2e-6)}).save(
-        tmp_path / "a.json", "H200"
-    )
-    (told,) = ship.ship(tmp_path, tmp_path / "shipped")
-    assert "1 plans and 1 products" in told
-    assert [path.name for path in (tmp_path / "shipped").iterdir()] == ["a.json"]
-    found = table.Table.read(tmp_path / "shipped" / "a.json")
-    assert found.plans == {problems[0]: entries[0], problems[1]: entries[1]} and len(found.gemms) == 1
-    with pytest.raises(ValueError, match="has no table of tuned plans"):
-        ship.ship(tmp_path / "none", tmp_path / "shipped")
+    (result,) = json.loads((tmp_path / f"{name}.json").read_text())["results"]
+    missing = {"serial", "fused"} if torch.cuda.device_count() < 2 else set()
+    if result["op"] == "all_gather_gemm":
+        missing |= {"wire"}
+    for mode in ratios.MODES:
+        assert set(NAMES) - set(result["microseconds"][mode]) == missing
+    if "--plans" in words:
+        assert set(plans_to_compare(True, 2)) <= set(result["microseconds"]["graph"])

@@ -96,7 +96,7 @@ def commands_of(text: str) -> Iterator[tuple[list[str], bool]]:
 def make_targets() -> dict[str, str]:
     """By name, the text of a rule."""
     text = (ROOT / "Makefile").read_text()
-    return {rule[1]: rule[0] for rule in re.finditer(r"^([a-z][a-z-]*):.*(?:\n\t.*)*", text, re.M)}
+    return {rule[1]: rule[0] for rule in re.finditer(r"^([a-z][a-z0-9-]*):.*(?:\n\t.*)*", text, re.M)}
 
 
 def unknown_options(script: str, words: list[str]) -> Iterator[str]:
