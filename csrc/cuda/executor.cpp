@@ -32,8 +32,9 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
     throw std::invalid_argument("group '" + group_->name() + "' has " + std::to_string(group_->layout().slots()) +
                                 " slots, expected " + std::to_string(kSlots));
   }
-  sweep_quarantine();
   const c10::cuda::CUDAGuard guard(device_);
+  STREAMOVERLAP_CHECK(cudaFree(nullptr));  // the driver wants a context, which this thread need not have yet
+  sweep_quarantine();
   resources_ = std::make_unique<Resources>(*group_, device_);
   // Called again and again: a call may start later, and graphs may be replayed still. The group outlives its watchdog.
   group_->on_abort([group = group_.get()] {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count, product
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import algorithms, communicator, gpu_inputs, hold_back, on_device, streams_of, verify, wrong_in
-from ranks import subgroups
+from ranks import Pool, subgroups
 from references import DTYPES, PLAIN, Case, call, expected, inputs, overlapped_plans
 
 import streamoverlap as so
@@ -273,3 +274,21 @@ def beyond_32_bits(rank: int, world: int, group) -> None:
 
 def test_more_than_2_to_the_31_elements(ranks) -> None:
     ranks(2).run(beyond_32_bits, timeout=100)
+
+
+def untouched(rank: int, world: int) -> str:
+    """In a process that has not used its GPU, so that no thread of it has a context."""
+    os.environ.update(TORCH_SYMM_MEM_DISABLE_MULTICAST="1", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+    return "gloo"
+
+
+def first_of_all(rank: int, world: int, group) -> None:
+    with closing(so.Communicator(group, timeout=40, device="cuda")) as comm:
+        assert comm.fallback is None, comm.fallback
+        x = torch.full((4 * world, 8), float(rank + 1), device="cuda")
+        assert (comm.reduce_scatter(x, so.PlanSpec()) == world * (world + 1) / 2).all()
+
+
+def test_a_communicator_may_be_the_first_to_use_the_gpu() -> None:
+    with Pool(2, untouched) as two:
+        two.run(first_of_all, timeout=100)
