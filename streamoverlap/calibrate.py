@@ -129,12 +129,13 @@ def measure_link(
 def _issue() -> dict[str, float]:
     a = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")
     b, c = torch.zeros_like(a), torch.zeros_like(a)
-    copy = _cpu_seconds(lambda: a.copy_(b))
+    copy, kernel = _cpu_seconds(lambda: a.copy_(b)), _cpu_seconds(lambda: a.add_(b))
     return {
         "gemm": _cpu_seconds(lambda: torch.mm(a, b, out=c)),
         "put": copy,
         "copy": copy,
-        "reduce": _cpu_seconds(lambda: a.add_(b)),
+        "quantise": kernel,
+        "reduce": kernel,
     }
 
 

@@ -52,6 +52,7 @@ class ParallelLinear(nn.Module):
         self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.mark_parameters()
+        self.register_load_state_dict_post_hook(_mark_again)
         self.reset_parameters()
 
     @property
@@ -75,6 +76,11 @@ class ParallelLinear(nn.Module):
             parameter.tensor_model_parallel = True
             parameter.partition_dim = dim
             parameter.partition_stride = 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a deep copy, whose parameters are new objects."""
+        super().__setstate__(state)
+        self.mark_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelLinear:
         """Moved to another device, as from meta, parameters are new objects."""
@@ -332,6 +338,11 @@ class RowParallelLinear(ParallelLinear):
 
     def _bias_slice(self, bias: Tensor) -> Tensor:
         return bias
+
+
+def _mark_again(module: ParallelLinear, _: object) -> None:
+    """`load_state_dict(..., assign=True)` makes parameters of what it loads."""
+    module.mark_parameters()
 
 
 def parallel_groups(module: nn.Module) -> list[dist.ProcessGroup]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from streamoverlap._C import Fault, Flag, Op, Plan, Region, Spec, build_all, check, check_groups, check_sequence, prune
-from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS
+from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, TAPERS, TRANSFERS
 
 __all__ = [
     "KINDS",
@@ -42,8 +42,6 @@ OPERATIONS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather", "reduce_sc
 # The order of the enumerators in csrc/plan/plan.h, for `as_tuple`.
 _ALGORITHMS = ("ring", "direct")
 _REDUCTIONS = ("accumulate", "sum")
-_TRANSFERS = ("copy", "store")
-_TAPERS = ("none", "first", "last", "both")
 KINDS = ("gemm", "put", "copy", "quantise", "reduce", "notify", "await", "record", "wait")
 STREAMS = ("main", "send", "recv", "compute0", "compute1", "compute2")
 _BUFFERS = ("input", "output", "gathered", "slot", "scratch", "copied", "scales", "slot_scales", "packed")
@@ -117,6 +115,8 @@ def variants(
                 yield Spec(operation, algorithm, reduction, world, parts, count, keep, copy, scaled=True)
                 if sums_products:
                     yield Spec(operation, algorithm, reduction, world, parts, count, scaled=True, transfer="store")
+                    summed = "sum" if algorithm == "ring" else reduction
+                    yield Spec(operation, algorithm, summed, world, parts, count, scaled=True, quantised=True)
 
 
 def spec_options(spec: Spec) -> dict:
@@ -149,8 +149,8 @@ def spec_tuple(spec: Spec) -> tuple:
         spec.keep_gathered,
         spec.copy_input,
         spec.scaled,
-        _TRANSFERS.index(spec.transfer),
-        _TAPERS.index(spec.taper),
+        TRANSFERS.index(spec.transfer),
+        TAPERS.index(spec.taper),
         spec.quantised,
     )
 

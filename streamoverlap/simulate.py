@@ -296,10 +296,10 @@ def serial_seconds(
 def candidates(operation: str, quantised: bool = False) -> list[PlanSpec]:
     """Plans worth trying: direct and ring, 1 to 8 chunks, 1 and 2 compute streams, both ways to sum.
 
-    `quantised`: of partials that travel as float8, which a ring sums in a Reduce.
-
     And those few of the other options that were seen to win by more than 1 % over benchmarks/shapes.json on 2, 4 and 8
     ranks.
+
+    `quantised`: of partials that travel as float8, which a ring sums in a Reduce.
     """
     algorithms = ("direct", "ring")
     streams = (1,) if operation == "all_gather" else (1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from itertools import product
 
 import pytest
@@ -412,3 +414,17 @@ def delayed(rank: int, world: int, group) -> list[str]:
 
 def test_gradients_with_random_delays_in_any_stream(ranks) -> None:
     assert ranks(3).run(delayed) == [[]] * 3
+
+
+def marks_of_copies(rank: int, world: int, group) -> None:
+    """Whose gradients are partial sums is said on parameters, which are other objects then."""
+    layer = so.RowParallelLinear(8 * world, 4, group=group)
+    loaded = so.RowParallelLinear(8 * world, 4, group=group, device="meta")
+    loaded.load_state_dict(layer.state_dict(), assign=True)
+    for each in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert each.bias is not layer.bias and each.bias.sequence_parallel
+        assert each.weight.tensor_model_parallel and each.weight.partition_dim == 1
+
+
+def test_copies_and_loaded_layers_know_whose_gradients_are_partial_sums(ranks) -> None:
+    ranks(2).run(marks_of_copies)

@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "check.h"
+
 namespace streamoverlap::cuda {
 
 constexpr int kThreads = 256;
@@ -47,6 +49,12 @@ inline bool is_aligned(const void* pointer) { return reinterpret_cast<std::uintp
 
 inline unsigned blocks_for(std::int64_t items) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((items + kThreads - 1) / kThreads, 1, kMaxBlocks));
+}
+
+template <class Kernel>
+void load(Kernel* kernel) {
+  cudaFuncAttributes attributes;  // asking for them loads it
+  STREAMOVERLAP_CHECK(cudaFuncGetAttributes(&attributes, kernel));
 }
 
 template <class Function>

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "executor.h"
+#include "quantise.h"
 
 namespace streamoverlap::cuda {
 namespace {
@@ -104,6 +105,11 @@ void Executor::rehearse(const Call& call, const Operands& operands, const Steps&
     return static_cast<std::byte*>(memory.data_ptr()) + (reinterpret_cast<std::uintptr_t>(data) & kAlignmentMask);
   };
 
+  const auto has = [&steps](Step::Kind kind) {
+    return std::any_of(steps.steps.begin(), steps.steps.end(), [kind](const Step& step) { return step.kind == kind; });
+  };
+  if (has(Step::Kind::Reduce)) load_reduce(operands.out_dtype);
+  if (steps.packed_unit > 0) load_quantise(operands.out_dtype);
   for (const Step& step : steps.steps) {
     if (step.kind == Step::Kind::Copy) {
       copy(instead_of(step.d.in(bases)), step.a.in(bases), step.bytes, stream);

@@ -213,4 +213,14 @@ void reduce_packed(const Terms& terms, std::uint64_t packed, void* sum, std::int
   STREAMOVERLAP_CHECK(cudaGetLastError());
 }
 
+void load_quantise(at::ScalarType dtype) {
+  with_narrow_type(dtype, [](auto element) {
+    using T = decltype(element);
+    load(quantise_kernel<T, true>);
+    load(quantise_kernel<T, false>);
+    load(reduce_packed_kernel<T, true>);
+    load(reduce_packed_kernel<T, false>);
+  });
+}
+
 }  // namespace streamoverlap::cuda

@@ -27,4 +27,7 @@ void quantise(const void* from, std::int64_t elements, std::int64_t row, const Q
 void reduce_packed(const Terms& terms, std::uint64_t packed, void* sum, std::int64_t elements, std::int64_t row,
                    at::ScalarType dtype, cudaStream_t stream);
 
+// Loads what quantise() and reduce_packed() may launch; see load_reduce().
+void load_quantise(at::ScalarType dtype);
+
 }  // namespace streamoverlap::cuda

@@ -67,6 +67,14 @@ void reduce(const Terms& terms, void* sum, std::int64_t elements, at::ScalarType
   STREAMOVERLAP_CHECK(cudaGetLastError());
 }
 
+void load_reduce(at::ScalarType dtype) {
+  with_type(dtype, [](auto element) {
+    using T = decltype(element);
+    load(reduce_kernel<T, kAccess / sizeof(T)>);
+    load(reduce_kernel<T, 1>);
+  });
+}
+
 void fill_bias_rows(void* d, std::int64_t ldd, const void* c, std::int64_t ldc, const void* bias, std::int64_t m,
                     std::int64_t n, at::ScalarType dtype, cudaStream_t stream) {
   if (m == 0 || n == 0) return;

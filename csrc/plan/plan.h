@@ -45,9 +45,8 @@ struct Spec {
   bool copy_input = false;     // plain collectives: copy the input first, so that the caller may write it at once
   bool scaled = false;         // products: rows of the input have scales, which go where the rows go
   Transfer transfer = Transfer::Copy;
-  Taper taper = Taper::None;
-  // says nothing to a plan, which knows of no rows; all ranks must have the same
-  bool quantised = false;  // sums: partials travel in fewer bits, each row with its scale
+  Taper taper = Taper::None;  // no matter of plans, which know of no rows; but all ranks must have the same
+  bool quantised = false;     // sums: partials travel in fewer bits, each row with its scale
 
   auto tie() const {
     return std::tie(operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,

@@ -31,7 +31,7 @@ _PAIR_WORLDS = range(1, 5)  # every two calls in a row are checked here; the slo
 _SHOWN = 20  # faults printed in full; --json has all
 
 # What a task is given: a Spec's arguments, since a Spec does not travel between processes.
-SpecArgs = tuple[str, str, str, int, int, int, bool, bool, bool, str]
+SpecArgs = tuple[str, str, str, int, int, int, bool, bool, bool, str, str, bool]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 // streamoverlap._interpreter: plans travel as plain tuples, so no type crosses from streamoverlap._C.
 //
 //   spec   = (operation, algorithm, reduction, world, chunks, compute_streams, keep_gathered, copy_input, scaled,
-//             transfer, taper)
+//             transfer, taper, quantised)
 //   plan   = (*spec, rank, events, [op, ...])
 //   op     = (kind, stream, [region, ...] read, [region, ...] written, bias, flag, event)
 //   region = (buffer, rank, shard, chunk)
