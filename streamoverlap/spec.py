@@ -87,7 +87,7 @@ def plan_of_text(text: str) -> PlanSpec | None:
 
 def is_quantised(wire: object) -> bool:
     """Of the argument `wire` of an op."""
-    if wire is not None and wire != "fp8":
+    if wire is not None and not (isinstance(wire, str) and wire == "fp8"):
         raise ValueError(f"wire is {wire!r}; expected 'fp8' or None")
     return wire is not None
 

@@ -428,3 +428,12 @@ def marks_of_copies(rank: int, world: int, group) -> None:
 
 def test_copies_and_loaded_layers_know_whose_gradients_are_partial_sums(ranks) -> None:
     ranks(2).run(marks_of_copies)
+
+
+def test_a_plan_that_is_none_is_named(ranks) -> None:
+    ranks(1).run(plan_of_another_kind)
+
+
+def plan_of_another_kind(rank: int, world: int, group) -> None:
+    with pytest.raises(TypeError, match=r"plan is a str; expected streamoverlap\.PlanSpec or None"):
+        so.ColumnParallelLinear(8, 8, group=group, plan="ring")
