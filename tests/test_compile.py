@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from blocks import ResidualMlp
 from ranks import Pools
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from torch.nn.functional import silu
 
 import streamoverlap as so
 
@@ -94,24 +94,13 @@ def test_what_a_graph_cannot_have_is_refused(ranks: Pools) -> None:
 # --- layers ---
 
 
-class Block(nn.Module):
+class Block(ResidualMlp):
     def __init__(self, **options: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
         sequence_parallel = options.get("sequence_parallel", True)
         self.up = so.ColumnParallelLinear(D, F, dtype=torch.float64, **options)
         self.down = so.RowParallelLinear(F, D, dtype=torch.float64, sequence_parallel=sequence_parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(silu(self.up(x)))
-
-    def train_on(self, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-        """The output and all gradients."""
-        self.zero_grad()
-        x = x.clone().requires_grad_()
-        y = function(x)
-        (y * y).sum().backward()
-        return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in self.parameters())]
 
 
 def compile_block(rank: int, world: int, group: dist.ProcessGroup, options: dict, backend: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import ResidualMlp
 from fp8_layers import KINDS, ROWS, K, N, Step, dequantised, integers, normal
 from ranks import Pools
 from torch import Tensor, nn
@@ -339,24 +340,13 @@ def test_zeros_give_zeros(ranks: Pools) -> None:
     ranks(2).run(special_values)
 
 
-class Mlp(nn.Module):
+class Mlp(ResidualMlp):
     def __init__(self, group: Any, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
         up = {"save_gathered": options.pop("save_gathered", False)}
         self.up = so.ColumnParallelLinear(32, 64, group=group, **up, **options)
         self.down = so.RowParallelLinear(64, 32, group=group, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(silu(self.up(x)))
-
-    def train_on(self, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-        """The output and all gradients."""
-        self.zero_grad()
-        x = x.clone().requires_grad_()
-        y = function(x)
-        (y * y).sum().backward()
-        return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in self.parameters())]
 
 
 def losses(rank: int, world: int, group, precision: str | None, dtype: torch.dtype) -> list[float]:
