@@ -33,7 +33,7 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
                                 " slots, expected " + std::to_string(kSlots));
   }
   const c10::cuda::CUDAGuard guard(device_);
-  STREAMOVERLAP_CHECK(cudaFree(nullptr));  // the driver wants a context, which this thread need not have yet
+  STREAMOVERLAP_CHECK(cudaSetDevice(device_));  // makes the context that the driver wants; the guard alone may not
   sweep_quarantine();
   resources_ = std::make_unique<Resources>(*group_, device_);
   // Called again and again: a call may start later, and graphs may be replayed still. The group outlives its watchdog.
@@ -44,6 +44,8 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
 }
 
 Executor::~Executor() {
+  // Whoever lets go of it last may be a garbage collection in the middle of a capture, which must survive that.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   bool is_idle = false;
   try {
     is_idle = wait_until([this] { return idle(); }, group_->aborted() ? kAbortedDrain : group_->timeout());
@@ -57,6 +59,7 @@ Executor::~Executor() {
   if (is_idle) {
     group_->on_abort(nullptr);
     if (group_->aborted()) quarantine(*group_, {resources_->eager.take_owners(), resources_->captured.take_owners()});
+    resources_.reset();
     return;
   }
   // Memory that a stream may still use is better lost than given to somebody else; the watchdog goes on releasing.

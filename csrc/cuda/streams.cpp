@@ -86,6 +86,7 @@ StreamSet::StreamSet(CUDAStream send, CUDAStream recv, std::vector<CUDAStream> c
 }
 
 StreamSet::~StreamSet() {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // as in the executor's end
   const std::lock_guard<std::mutex> lock(free_streams().mutex);
   for (const cudaStream_t stream : owned_) {
     // One that still waits for a peer that is gone would hold up whoever gets it.

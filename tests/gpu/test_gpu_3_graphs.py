@@ -265,6 +265,25 @@ def test_a_capture_of_an_unprepared_call_is_refused_and_does_no_harm(ranks, rows
     ranks(2).run(capture_unprepared, rows)
 
 
+def let_go_in_capture(rank: int, world: int, group) -> None:
+    """As a garbage collection may, at any moment."""
+    communicator(group)
+    x = torch.full((6, 8), rank + 1.0, device="cuda")
+    so.prepare(so.all_gather, x, group, plan=PLAN)
+    another = so.Communicator(group, device="cuda")
+    another.all_gather(x, PLAN)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del another
+        result = so.all_gather(x, group, plan=PLAN)
+    graph.replay()
+    assert torch.equal(result, torch.arange(1.0, world + 1, device="cuda").repeat_interleave(6)[:, None].expand(-1, 8))
+
+
+def test_a_communicator_may_be_let_go_in_a_capture(ranks) -> None:
+    ranks(2).run(let_go_in_capture)
+
+
 def prepare_in_capture(rank: int, world: int, group) -> None:
     communicator(group)
     x = torch.ones(6, 8, device="cuda")
