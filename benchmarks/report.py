@@ -15,6 +15,8 @@ from columns import NAMES
 from picture import draw
 from ratios import MODES, RATIOS, described, mm_of, ratios_of, targets_of
 
+from streamoverlap import PlanSpec
+
 RESULTS = Path(__file__).with_name("results")
 TUNED = ("tuned", "wire")  # columns whose plans are shown
 ON_CPU = (
@@ -125,10 +127,13 @@ def _time_rows(document: dict, mode: str) -> tuple[Sequence[str], list[list[str]
 
 
 def plan_text(plan: dict) -> str:
-    """The fields of a PlanSpec, short."""
-    if plan["algorithm"] == "serial":
+    """The fields of a PlanSpec, short; `transfer` and `taper` where they are not those of most plans."""
+    spec = PlanSpec(**plan)
+    if spec.algorithm == "serial":
         return "serial"
-    return f"{plan['algorithm']}, {plan['chunks']}, {plan['compute_streams']}, {plan['reduce']}"
+    text = f"{spec.algorithm}, {spec.chunks}, {spec.compute_streams}, {spec.reduce}"
+    rare = (name for name in ("transfer", "taper") if getattr(spec, name) != getattr(PlanSpec, name))
+    return ", ".join([text, *(f"{name} {getattr(spec, name)}" for name in rare)])
 
 
 def _plan_rows(document: dict) -> tuple[Sequence[str], list[list[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,22 @@ def test_the_report_is_made_again_from_its_json(tmp_path: Path, monkeypatch, cap
 def test_ranks_that_share_a_gpu_are_held_against_no_target() -> None:
     text = report.markdown(document_of([result_of(shapes.load()[0])], world=4, gpus=1), "a.png")
     assert "Several ranks shared a GPU" in text and "Targets" not in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (PlanSpec("serial"), "serial"),
+        (PlanSpec("ring", 4, 2, "sum"), "ring, 4, 2, sum"),
+        (PlanSpec("direct", 2, 2, transfer="store"), "direct, 2, 2, accumulate, transfer store"),
+        (PlanSpec("direct", 3, 2, taper="both"), "direct, 3, 2, accumulate, taper both"),
+        (PlanSpec("ring", 3, transfer="store", taper="last"), "ring, 3, 1, accumulate, transfer store, taper last"),
+    ],
+)
+def test_the_report_has_every_choice_of_a_plan(plan: PlanSpec, text: str) -> None:
+    result = result_of(shapes.load(only="RS l70b.proj8")[0])
+    result["plans"]["tuned"] = asdict(plan)
+    assert f" | {text} | ring, 1, 1, accumulate | " in report.markdown(document_of([result]), "a.png")
 
 
 def test_compared_plans_have_a_table() -> None:

@@ -16,6 +16,7 @@ from streamoverlap.cli import mutate
 from streamoverlap.cli.demo_rank import Outcome
 from streamoverlap.cli.plan_view import steps
 from streamoverlap.plans import Fault
+from streamoverlap.spec import spec_of
 
 SMALL = ("--device", "cpu", "--tokens", "36", "--hidden", "16", "--ffn", "24")
 
@@ -51,6 +52,25 @@ def a_fault() -> Fault:
         ("plan all_gather --world 65", "world is 65"),
         ("plan all_gather --world 2 --chunks 99", "chunks is 99"),
         ("plan all_to_all --world 2", "'all_to_all'"),
+        (
+            "plan all_gather --world 2 --wire fp8",
+            "--wire is fp8 for all_gather; expected only for gemm_",
+        ),
+        ("plan all_reduce --world 2 --wire fp4", "argument --wire: invalid choice: 'fp4'"),
+        ("plan reduce_scatter --world 2 --quantised", "unrecognized arguments: --quantised"),
+        (
+            "plan gemm_all_reduce --world 2 --wire fp8 --transfer store",
+            "--transfer is store with --wire fp8; expected copy",
+        ),
+        (
+            "plan gemm_all_reduce --world 2 --wire fp8 --algorithm ring --reduce accumulate",
+            "--reduce is accumulate with --algorithm ring and --wire fp8; expected sum",
+        ),
+        (
+            "plan all_gather_gemm --world 2 --reduce sum",
+            "--reduce is sum for all_gather_gemm; expected only for gemm_reduce_scatter or gemm_all_reduce",
+        ),
+        ("plan all_reduce --world 2 --transfer store", "--transfer is store for all_reduce; expected only for gemm_"),
         ("check --world 3-1", "is '3-1'; expected sizes from 1 to 64, rising"),
         ("check --world 0", "is '0'; expected sizes from 1 to 64, rising"),
         ("check --world two", "is 'two'; expected world sizes such as 4, 1-16 or 2,3"),
@@ -62,6 +82,10 @@ def a_fault() -> Fault:
         ("demo --device cpu --tokens 100000000", "bytes; expected at least --tokens, 100000000"),
         ("demo --device cpu --chunks 65", "chunks is 65; expected an integer from 1 to 64"),
         ("demo --dtype int8", "'int8'"),
+        (
+            "demo --dtype float64 --wire fp8",
+            "--dtype is float64 with --wire fp8; expected float32, float16 or bfloat16",
+        ),
     ],
 )
 def test_wrong_use_ends_with_2_and_one_line(line: str, said: str, capsys) -> None:
@@ -136,6 +160,17 @@ def test_plan_as_json_is_the_plan(capsys) -> None:
     assert [(op["kind"], op["stream"]) for op in result["ops"]] == [(op.kind, op.stream) for op in plan.ops]
     events = [op["event"] for op in result["ops"] if "event" in op]
     assert events == [op.event for op in plan.ops if op.kind in ("record", "wait")]
+
+
+@pytest.mark.parametrize("algorithm", [None, "direct", "ring"])
+@pytest.mark.parametrize("operation", ["gemm_reduce_scatter", "gemm_all_reduce", "reduce_scatter", "all_reduce"])
+def test_plan_with_a_wire_is_that_of_a_call(operation: str, algorithm: str | None, capsys) -> None:
+    chosen = f"--algorithm {algorithm}" if algorithm else ""
+    assert run(f"plan {operation} --world 3 --wire fp8 {chosen} --json") == 0
+    built = plans.build_spec(spec_of(operation, PlanSpec(algorithm or "direct"), 3, quantised=True))
+    result = json.loads(capsys.readouterr().out)
+    assert result["spec"] == plans.spec_options(built[0].spec)
+    assert [op["kind"] for op in result["ops"]] == [op.kind for op in built[0].ops]
 
 
 def test_plan_ends_with_1_on_a_fault(monkeypatch, capsys) -> None:
@@ -221,8 +256,9 @@ def test_mutation_ends_with_1_on_a_miss_and_says_where_it_samples(few_mutants, m
     [
         ("--world", "2"),
         ("--world", "3", "--dtype", "bfloat16", "--algorithm", "ring", "--chunks", "5", "--reduce", "sum"),
+        ("--world", "3", "--algorithm", "ring", "--chunks", "5", "--wire", "fp8"),
     ],
-    ids=["default", "ring"],
+    ids=["default", "ring", "wire"],
 )
 def test_demo_is_right_on_every_rank(options: tuple[str, ...]) -> None:
     result = command("demo", *SMALL, *options, "--json")
@@ -233,6 +269,8 @@ def test_demo_is_right_on_every_rank(options: tuple[str, ...]) -> None:
         assert outcome["rank"] == rank
         assert outcome["checked_rows"] == 36 // demo["world"]
         assert 0 < outcome["relative_error"] <= demo["bound"]
+        of_float8 = outcome["relative_error"] > 100 * outcome["serial_relative_error"]  # which serial does not send
+        assert of_float8 == (demo["wire"] is not None)
         assert outcome["overlapped_seconds"] > 0 and outcome["serial_seconds"] > 0
         assert [plan["op"] for plan in outcome["plans"]] == ["all_gather_gemm", "gemm_reduce_scatter"]
         if "--algorithm" in options:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import pytest
 
 import streamoverlap as so
-from streamoverlap import simulate
+from streamoverlap import plans, simulate
 from streamoverlap.__main__ import main, make_parser
 from streamoverlap.cli.usage import UsageError
 
@@ -350,6 +350,15 @@ def test_messages_of_the_troubleshooting_page_are_in_the_sources() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = (ROOT / "docs/reference.md").read_text()
     assert [name for name in so.__all__ if name != "__version__" and f"::: streamoverlap.{name}\n" not in text] == []
+
+
+def test_the_reference_has_every_field_of_a_spec() -> None:
+    row = re.search(r"`(streamoverlap\.plans\.Spec\(.*?\))`", (ROOT / "docs/reference.md").read_text())
+    call = ast.parse(row[1], mode="eval").body
+    told = [call.args[0].id, *(keyword.arg for keyword in call.keywords)]
+    assert told == re.findall(r"(\w+): ", plans.Spec.__init__.__doc__)[1:]  # but self
+    spec = plans.Spec("all_gather_gemm")
+    assert [(k.arg, k.value.value) for k in call.keywords] == [(k.arg, getattr(spec, k.arg)) for k in call.keywords]
 
 
 def test_every_command_has_a_section() -> None:

@@ -320,6 +320,14 @@ def test_the_command_prints_json(capsys) -> None:
         ("--world 65 --shape 65,65,65", "world is 65"),
         ("--world 2 --shape 8,8,8 --device a100", "--device: a100 is neither a file nor a device"),
         ("--world 2 --shape 8,8,8 --op add", "'add'"),
+        (
+            "--world 2 --shape 8,8,8 --wire fp8",
+            "--wire is fp8 for all_gather_gemm; expected only for ",
+        ),
+        (
+            "--world 2 --shape 8,8,8 --op all_reduce --wire fp8 --dtype-bytes 8",
+            "--dtype-bytes is 8 with --wire fp8; expected 2 or 4",
+        ),
     ],
 )
 def test_wrong_use_is_one_line(line: str, said: str, capsys) -> None:

@@ -300,6 +300,15 @@ def test_the_command(tmp_path, capsys) -> None:
     assert all(out.stat().st_size > 1000 for out in outs)
 
 
+def test_the_command_traces_a_wire(tmp_path, capsys) -> None:
+    out = tmp_path / "call.json"
+    options = ["--shape", "64,32,16", "--algorithm", "ring", "--wire", "fp8", "--json", "--out", str(out)]
+    assert main(["trace", "gemm_reduce_scatter", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["wire"], found["plan"]["reduce"]) == ("fp8", "sum")
+    assert any(event["name"].startswith("quantise") for event in json.loads(out.read_text())["traceEvents"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_the_command_says_what_it_needs(capsys) -> None:
     assert main(["trace", "--device", "cuda"]) == 2
@@ -319,6 +328,9 @@ def test_the_command_says_what_it_needs(capsys) -> None:
         (["--graph"], "--graph is for --device cuda"),
         (["--world", "65"], "--world is 65; expected at most 64"),
         (["--chunks", "65"], "chunks is 65"),
+        (["--reduce", "sum"], "--reduce is sum for all_gather_gemm; expected only for gemm_reduce_scatter or gemm_all"),
+        (["--wire", "fp8"], "--wire is fp8 for all_gather_gemm; expected only for gemm_reduce_scatter, "),
+        (["all_reduce", "--wire", "fp8", "--dtype", "float64"], "--dtype is float64 with --wire fp8; expected float32"),
     ],
 )
 def test_wrong_use_is_one_line(capsys, options: list[str], told: str) -> None:

@@ -236,6 +236,16 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch) -> None:
     assert "nothing was kept" in capsys.readouterr().out
 
 
+def test_the_command_tunes_calls_with_a_wire(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("STREAMOVERLAP_CACHE", str(tmp_path))
+    options = ["--op", "gemm_reduce_scatter", "--shape", "24,16,8", "--rounds", "1", "--wire", "fp8"]
+    assert main(["tune", *options, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["wire"] == "fp8"
+    (kept,) = json.loads(Path(printed["file"]).read_text())["plans"]
+    assert (kept["operation"], kept["dtype"]) == ("gemm_reduce_scatter", "float32, fp8 wire")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -246,6 +256,11 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch) -> None:
         (["--shapes", "SHAPES"], "lacks 'K'"),
         (["--world", "65", "--shape", "4,4,4"], "--world is 65; expected at most 64"),
         (["--graph", "--shape", "4,4,4"], "--graph needs --device cuda"),
+        (["--wire", "fp8", "--shape", "4,4,4"], "shape -: --wire is fp8 for all_gather_gemm; expected only for gemm_"),
+        (
+            ["--wire", "fp8", "--op", "all_reduce", "--shape", "4,4,4", "--dtype", "float64"],
+            "--dtype is float64 with --wire fp8; expected float32, float16 or bfloat16",
+        ),
         (["--rounds", "0", "--shape", "4,4,4"], "--rounds: is '0'; expected an integer of at least 1"),
     ],
 )

@@ -19,9 +19,10 @@ from streamoverlap.cli import demo_rank
 from streamoverlap.cli.demo_rank import Outcome
 from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES, Problem
+from streamoverlap.cli.plan_options import add_plan, add_wire, given_plan
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.usage import UsageError, positive
-from streamoverlap.spec import ALGORITHMS, REDUCTIONS, TAPERS, TRANSFERS
+from streamoverlap.spec import ALGORITHMS
 
 _EXAMPLE = """\
 examples:
@@ -54,12 +55,8 @@ def add_parser(commands) -> None:
     parser.add_argument("--ffn", metavar="F", type=positive, help="inner width (1408; GPU 28672)")
     parser.add_argument("--text", metavar="FILE", type=Path, help="default: Python's pydoc_data/topics.py")
     chosen = parser.add_argument_group("the plan to run; with none of these, the package's default")
-    chosen.add_argument("--algorithm", choices=ALGORITHMS)
-    chosen.add_argument("--chunks", metavar="N", type=positive, help="parts of a shard")
-    chosen.add_argument("--compute-streams", metavar="N", type=positive, help="GEMMs go round robin over these")
-    chosen.add_argument("--reduce", choices=REDUCTIONS, help="how partials are summed")
-    chosen.add_argument("--transfer", choices=TRANSFERS, help="how partials get to a peer")
-    chosen.add_argument("--taper", choices=TAPERS, help="which chunks have half the rows")
+    add_plan(chosen, ALGORITHMS)
+    add_wire(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=run)
 
@@ -74,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     except RanksFailed as error:
         console.print(str(error), style="red")
         return 1
-    wrong = [outcome.rank for outcome in outcomes if not _is_right(outcome, problem.bound)]
+    wrong = [outcome.rank for outcome in outcomes if not _is_right(outcome, problem)]
     if args.json:
         print(json.dumps(_as_json(problem, outcomes, wrong), indent=2))
     else:
@@ -105,7 +102,8 @@ def _problem(args: argparse.Namespace) -> Problem:
     size = text.stat().st_size
     if size < tokens:
         raise UsageError(f"streamoverlap demo: --text {text} has {size} bytes; expected at least --tokens, {tokens}")
-    return Problem(world, device, args.dtype or dtype, tokens, args.hidden or hidden, ffn, str(text.resolve()))
+    hidden = args.hidden or hidden
+    return Problem(world, device, args.dtype or dtype, tokens, hidden, ffn, str(text.resolve()), args.wire)
 
 
 def _multiple(value: int, world: int) -> int:
@@ -117,10 +115,8 @@ def _default_text() -> Path:
 
 
 def _plan(args: argparse.Namespace) -> so.PlanSpec | None:
-    names = ("algorithm", "chunks", "compute_streams", "reduce", "transfer", "taper")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
-        return so.PlanSpec(**given) if given else None
+        return given_plan(args, "gemm_reduce_scatter")  # which every option is for
     except ValueError as error:
         raise UsageError(f"streamoverlap demo: {error}") from error
 
@@ -129,16 +125,16 @@ def _launch(problem: Problem, plan: so.PlanSpec | None) -> list[Outcome]:
     return launch(demo_rank.run_rank, problem.world, problem, plan)
 
 
-def _is_right(outcome: Outcome, bound: float) -> bool:
+def _is_right(outcome: Outcome, problem: Problem) -> bool:
     """Both ways; NaN is not."""
-    return outcome.relative_error <= bound and outcome.serial_relative_error <= bound
+    return outcome.relative_error <= problem.bound and outcome.serial_relative_error <= problem.serial_bound
 
 
 def _print(console: Console, problem: Problem, outcomes: list[Outcome], wrong: list[int]) -> None:
     ranks = f"{problem.world} rank{'s' * (problem.world > 1)}"
     console.print(
         f"Llama-style MLP block on {ranks} ({problem.device}): {problem.tokens} tokens, hidden {problem.hidden}, "
-        f"ffn {problem.ffn}, {problem.dtype}",
+        f"ffn {problem.ffn}, {problem.dtype}" + (f", wire {problem.wire}" if problem.wire else ""),
         style="bold",
     )
     console.print(f"text: {problem.text}")

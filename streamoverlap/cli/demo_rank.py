@@ -65,10 +65,11 @@ def _run(
     shard = make_shard(problem, rank, device)
 
     ran = []
-    for op, result in zip(("all_gather_gemm", "gemm_reduce_scatter"), forward(x, shard, plan), strict=True):
+    results = forward(x, shard, plan, problem.wire)
+    for op, result in zip(("all_gather_gemm", "gemm_reduce_scatter"), results, strict=True):
         ran.append((op, *communicator.last_choice[:2]))
         y = result
-    serial_y = _last(x, shard, _SERIAL)
+    serial_y = _last(x, shard, _SERIAL, problem.wire)
 
     rows = torch.arange(x.shape[0], device=device)
     if problem.device == "cuda":
@@ -78,12 +79,12 @@ def _run(
     error = _largest_error(y[rows], expected)
     serial_error = _largest_error(serial_y[rows], expected)
 
-    overlapped, serial = _time(x, shard, (plan, _SERIAL))
+    overlapped, serial = _time(x, shard, (plan, _SERIAL), problem.wire)
     return Outcome(rank, tuple(ran), len(rows), error, error / largest, serial_error / largest, overlapped, serial)
 
 
-def _last(x: Tensor, shard: Shard, plan: so.PlanSpec | None) -> Tensor:
-    *_, y = forward(x, shard, plan)
+def _last(x: Tensor, shard: Shard, plan: so.PlanSpec | None, wire: str | None) -> Tensor:
+    *_, y = forward(x, shard, plan, wire)
     return y
 
 
@@ -92,7 +93,7 @@ def _largest_error(y: Tensor, expected: Tensor) -> float:
     return (y.double() - expected).abs().max().item()
 
 
-def _time(x: Tensor, shard: Shard, ways: tuple[so.PlanSpec | None, ...]) -> list[float]:
+def _time(x: Tensor, shard: Shard, ways: tuple[so.PlanSpec | None, ...], wire: str | None) -> list[float]:
     """Median seconds of each way, taken in turns so that a drift of the machine meets all alike."""
     kind = x.device.type
     seconds: list[list[float]] = [[] for _ in ways]
@@ -101,7 +102,7 @@ def _time(x: Tensor, shard: Shard, ways: tuple[so.PlanSpec | None, ...]) -> list
             dist.barrier()
             _synchronize(kind)
             started = time.perf_counter()
-            _last(x, shard, way)
+            _last(x, shard, way, wire)
             _synchronize(kind)
             if repeat >= _WARM_UPS[kind]:
                 taken.append(time.perf_counter() - started)

@@ -94,6 +94,11 @@ def sizes_of(operation: str, world: int, m: int, n: int, k: int, split: int, row
     return [(m // world, k) if operation == "all_gather" else (m, row)]
 
 
+def of_wire(wire: str | None) -> dict[str, str]:
+    """Arguments of an op: those that gather know no wire."""
+    return {} if wire is None else {"wire": wire}
+
+
 def _reason(failure) -> str:
     """The last line of the traceback that the rank left, or how its process ended."""
     message = failure.message

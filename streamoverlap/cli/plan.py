@@ -9,10 +9,11 @@ from pathlib import Path
 
 from streamoverlap import draw, plans
 from streamoverlap import simulate as simulator
+from streamoverlap.cli.plan_options import add_plan, add_wire, given_plan
 from streamoverlap.cli.plan_view import list_of_ops, side_by_side, steps
 from streamoverlap.cli.terminal import UNBOUNDED, make_console
 from streamoverlap.cli.usage import UsageError, positive, shape
-from streamoverlap.spec import TAPERS, TRANSFERS
+from streamoverlap.spec import PlanSpec, spec_of
 from streamoverlap.timeline import Timeline
 
 _EXAMPLE = """\
@@ -53,20 +54,13 @@ def add_parser(commands) -> None:
     parser.add_argument("operation", metavar="OP", choices=plans.OPERATIONS, help=", ".join(plans.OPERATIONS))
     parser.add_argument("--world", metavar="W", type=positive, required=True, help="number of ranks")
     parser.add_argument("--rank", metavar="R", type=int, help="whose plan (0; drawn: the first 4)")
-    parser.add_argument("--algorithm", choices=("direct", "ring"), default="direct", help="default direct")
-    parser.add_argument("--chunks", metavar="N", type=positive, default=1, help="parts of a shard (1)")
-    parser.add_argument(
-        "--compute-streams", metavar="N", type=positive, default=1, help="GEMMs go round robin over these (1)"
-    )
-    parser.add_argument("--reduce", choices=("accumulate", "sum"), default="accumulate", help="how partials are summed")
-    parser.add_argument("--transfer", choices=TRANSFERS, default="copy", help="how partials get to a peer (copy)")
-    parser.add_argument("--taper", choices=TAPERS, default="none", help="chunks of half the rows, in a picture (none)")
+    add_plan(parser)
+    add_wire(parser)
     parser.add_argument("--keep-gathered", action="store_true", help="all_gather_gemm: also hand out the gathered x")
     parser.add_argument(
         "--copy-input", action="store_true", help="plain collectives: copy x first, so that the caller may write it"
     )
     parser.add_argument("--scaled", action="store_true", help="products: of float8, with scales")
-    parser.add_argument("--quantised", action="store_true", help="sums: partials travel in fewer bits")
     parser.add_argument("--unpruned", action="store_true", help="with the waits that the checker finds needless")
     parser.add_argument("--without", metavar="#", type=int, help="leave this op out: what would the checker say?")
     parser.add_argument("--draw", metavar="FILE", type=Path, help=".png or .svg: the plan as simulated, and its faults")
@@ -88,21 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= rank < args.world:
         raise UsageError(f"streamoverlap plan: --rank is {args.rank}; expected 0 to {args.world - 1} (--world - 1)")
     try:
-        built = plans.build(
-            args.operation,
-            world=args.world,
-            algorithm=args.algorithm,
-            chunks=args.chunks,
-            compute_streams=args.compute_streams,
-            reduce=args.reduce,
-            keep_gathered=args.keep_gathered,
-            copy_input=args.copy_input,
-            scaled=args.scaled,
-            transfer=args.transfer,
-            taper=args.taper,
-            quantised=args.quantised,
-            pruned=not args.unpruned,
-        )
+        plan = given_plan(args, args.operation) or PlanSpec()
+        flags = (args.keep_gathered, args.copy_input, args.scaled, args.wire is not None)
+        built = plans.build_spec(spec_of(args.operation, plan, args.world, *flags), pruned=not args.unpruned)
         ranks = built if args.without is None else _without(built, rank, args.without)
         faults = plans.check(ranks)
         if args.draw is not None:

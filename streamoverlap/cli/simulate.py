@@ -11,9 +11,10 @@ from rich.console import Console
 
 from streamoverlap import plans
 from streamoverlap import simulate as simulator
+from streamoverlap.cli.plan_options import add_wire, validate_wire
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.usage import UsageError, positive, shape
-from streamoverlap.spec import GATHERS, SUMS_OF_PRODUCTS, PlanSpec, spec_of
+from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec, spec_of
 
 _EXAMPLE = """\
 examples:
@@ -40,7 +41,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--op", choices=plans.OPERATIONS, default="all_gather_gemm", help="default all_gather_gemm")
     parser.add_argument("--as-tp", metavar="W", type=positive, help="split N or K by this, not by --world")
     parser.add_argument("--dtype-bytes", metavar="B", type=positive, default=2, help="bytes of an element (2)")
-    parser.add_argument("--wire", choices=("fp8",), help="of ops that sum: partials travel as float8")
+    add_wire(parser)
     parser.add_argument("--device", metavar="NAME|FILE", default="h200", help="whose costs: h200, or a file (h200)")
     parser.add_argument("--graph", action="store_true", help="replayed from a CUDA graph: no CPU cost")
     parser.add_argument("--calibrate", metavar="OUT.json", type=Path, help="measure the costs here, write them there")
@@ -59,14 +60,13 @@ def run(args: argparse.Namespace) -> int:
         if value is None:
             raise UsageError(f"streamoverlap simulate: {name} is missing (see streamoverlap simulate --help)")
     quantised = args.wire is not None
-    if quantised and args.op in GATHERS:
-        raise UsageError(f"streamoverlap simulate: --wire is for ops that sum; --op is {args.op}")
     sizes = (args.op, args.world, *args.shape)
     options = {"costs": costs, "as_tp": args.as_tp}
     simulated = {**options, "dtype_bytes": args.dtype_bytes, "graph": args.graph}
     errors = Console(stderr=True)
     status = errors.status("plans are simulated") if errors.is_terminal else nullcontext()
     try:
+        validate_wire(args, args.op)
         with status:
             gemm = simulator.gemm_seconds(*sizes, **options)
             ranking = simulator.best(*sizes, **simulated, quantised=quantised)

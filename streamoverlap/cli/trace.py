@@ -15,11 +15,11 @@ from streamoverlap._C import MAX_WORLD
 from streamoverlap.cli import trace_rank
 from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES
+from streamoverlap.cli.plan_options import add_plan, add_wire, given_plan
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.trace_rank import Job, RankTimes
 from streamoverlap.cli.usage import UsageError, positive, shape
 from streamoverlap.plans import OPERATIONS
-from streamoverlap.spec import REDUCTIONS, TAPERS, TRANSFERS
 from streamoverlap.tracing import validate_path
 
 _EXAMPLE = """\
@@ -69,14 +69,8 @@ def add_parser(commands) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (default cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32, on cuda bfloat16")
     parser.add_argument("--graph", action="store_true", help="on cuda: captured in a CUDA graph, and replayed")
-    parser.add_argument("--algorithm", choices=("direct", "ring"), default="direct", help="default direct")
-    parser.add_argument("--chunks", metavar="N", type=positive, default=1, help="parts of a shard (1)")
-    parser.add_argument(
-        "--compute-streams", metavar="N", type=positive, default=1, help="GEMMs go round robin over these (1)"
-    )
-    parser.add_argument("--reduce", choices=REDUCTIONS, default="accumulate", help="how partials are summed")
-    parser.add_argument("--transfer", choices=TRANSFERS, default="copy", help="how partials get to a peer (copy)")
-    parser.add_argument("--taper", choices=TAPERS, default="none", help="which chunks have half the rows (none)")
+    add_plan(parser)
+    add_wire(parser)
     parser.add_argument(
         "--out", metavar="FILE", action="append", type=Path, default=[], help=".json, .png or .svg; may be repeated"
     )
@@ -137,8 +131,7 @@ def _job(args: argparse.Namespace) -> Job:
                 f"streamoverlap trace: {name} of --shape is {value}; expected a multiple of --world, {world}"
             )
     try:
-        ways = (args.reduce, args.transfer, args.taper)
-        plan = so.PlanSpec(args.algorithm, args.chunks, args.compute_streams, *ways)
+        plan = given_plan(args, args.operation) or so.PlanSpec()
     except ValueError as error:
         raise UsageError(f"streamoverlap trace: {error}") from error
     for path in args.out:
@@ -148,7 +141,7 @@ def _job(args: argparse.Namespace) -> Job:
             raise UsageError(f"streamoverlap trace: --out: {error}") from error
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     files = tuple(str(path.resolve()) for path in args.out)
-    return Job(args.operation, world, m, n, k, dtype, plan, args.device, args.graph, files)
+    return Job(args.operation, world, m, n, k, dtype, plan, args.wire, args.device, args.graph, files)
 
 
 def _as_json(job: Job, title: str, ranks: list[RankTimes]) -> dict:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import streamoverlap as so
 from streamoverlap import tracing
-from streamoverlap.cli.launch import join_group, sizes_of
+from streamoverlap.cli.launch import join_group, of_wire, sizes_of
 from streamoverlap.timeline import Timeline
 
 _TIMEOUT = 60.0  # seconds that a rank waits for its peers
@@ -28,6 +28,7 @@ class Job:
     k: int
     dtype: str
     plan: so.PlanSpec
+    wire: str | None
     device: str  # cpu or cuda: a GPU a rank
     graph: bool  # captured in a CUDA graph, replayed
     files: tuple[str, ...]
@@ -76,7 +77,8 @@ def _call(job: Job):
     operation = getattr(so, job.operation)
     shapes = sizes_of(job.operation, job.world, job.m, job.n, job.k, split=job.world, row=job.k)
     tensors = [torch.randn(shape).to(job.device, getattr(torch, job.dtype)) for shape in shapes]
-    return lambda: operation(*tensors, plan=job.plan)
+    options = {"plan": job.plan, **of_wire(job.wire)}
+    return lambda: operation(*tensors, **options)
 
 
 def _meet(job: Job) -> None:

@@ -14,6 +14,7 @@ from streamoverlap._C import MAX_WORLD
 from streamoverlap.cli import tune_rank
 from streamoverlap.cli.launch import RanksFailed, launch
 from streamoverlap.cli.mlp import DTYPES
+from streamoverlap.cli.plan_options import add_wire, validate_wire
 from streamoverlap.cli.terminal import make_console, make_table
 from streamoverlap.cli.tune_rank import Found, Job, Shape
 from streamoverlap.cli.usage import UsageError, positive, shape
@@ -44,6 +45,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--shape", metavar="M,N,K", type=shape, help="rows, columns and depth before sharding")
     parser.add_argument("--shapes", metavar="FILE", type=Path, help="JSON: a list of shapes, or lists by name")
     parser.add_argument("--set", metavar="NAME", help="which list of the file (all)")
+    add_wire(parser)
     parser.add_argument("--rounds", metavar="N", type=positive, default=5, help="times each plan is timed (5)")
     parser.add_argument("--graph", action="store_true", help="in CUDA graphs, for calls that are captured (cuda)")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, keep nothing")
@@ -61,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     kept = path if job.save else None
     if args.json:
-        about = {"file": kept, "world": job.world, "graph": job.graph}
+        about = {"file": kept, "world": job.world, "wire": job.wire, "graph": job.graph}
         print(json.dumps({**about, "found": [asdict(each) for each in found]}, indent=2))
         return 0
+    if job.wire is not None:
+        console.print(f"wire {job.wire}", style="bold")
     _print(console, found)
     console.print(f"kept in {kept}" if kept else "nothing was kept")
     if job.device == "cpu":
@@ -112,11 +116,12 @@ def _job(args: argparse.Namespace) -> Job:
             raise UsageError(f"streamoverlap tune: --shapes {args.shapes}: {reason}") from error
     for each in shapes:
         try:
+            validate_wire(args, each.operation)
             simulate.local_problem(each.operation, args.world, each.m, each.n, each.k, each.as_tp)
         except ValueError as error:
             raise UsageError(f"streamoverlap tune: shape {each.name}: {error}") from error
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    return Job(args.world, args.device, dtype, args.rounds, tuple(shapes), args.graph, not args.dry_run)
+    return Job(args.world, args.device, dtype, args.rounds, tuple(shapes), args.wire, args.graph, not args.dry_run)
 
 
 def _read(path: Path, chosen: str | None, world: int) -> list[Shape]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import streamoverlap as so
 from streamoverlap import table
-from streamoverlap.cli.launch import join_group, sizes_of
+from streamoverlap.cli.launch import join_group, of_wire, sizes_of
 
 _TIMEOUT = 120.0  # seconds that a rank waits for its peers
 
@@ -37,6 +37,7 @@ class Job:
     dtype: str
     rounds: int
     shapes: tuple[Shape, ...]
+    wire: str | None
     graph: bool
     save: bool
 
@@ -62,7 +63,7 @@ def run_rank(job: Job, threads: int) -> tuple[list[Found], str]:
             options = {"device": job.device, "dtype": getattr(torch, job.dtype)}
             of = sizes_of(shape.operation, job.world, shape.m, shape.n, shape.k, split=shape.as_tp, row=shape.n)
             tensors = [torch.empty(sizes, **options) for sizes in of]
-            options = {"rounds": job.rounds, "graph": job.graph, "save": job.save}
+            options = {"rounds": job.rounds, "graph": job.graph, "save": job.save, **of_wire(job.wire)}
             tuned = so.tune(getattr(so, shape.operation), *tensors, **options)
             serial = tuned.seconds.get(so.PlanSpec("serial"))
             found.append(Found(shape, tuned.plan, tuned.seconds[tuned.plan], serial, len(tuned.seconds)))
