@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from streamoverlap import _C, gradients
 from streamoverlap.call import current_mode, in_mode
 from streamoverlap.gradients import Exchange, Needs, WeightGradient
+from streamoverlap.spec import of_wire
 
 
 class Options(NamedTuple):
@@ -118,8 +119,8 @@ class _AllGatherGemm(torch.autograd.Function):
         ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
         ctx.options, ctx.mode, ctx.count = options, current_mode(), count
         ctx.x_is = "gathered" if saves_gathered else "shard"
-        ctx.set_materialize_grads(False)
-        ctx.shapes = [(output.shape, output.dtype, output.device) for output in outputs]
+        ctx.set_materialize_grads(False)  # where nobody has used the gathered x, its gradient is not exchanged
+        ctx.shapes = [gradients.shape_of(output) for output in outputs]
         return (*outputs, gathered) if return_gathered else tuple(outputs)
 
     @staticmethod
@@ -133,10 +134,7 @@ class _AllGatherGemm(torch.autograd.Function):
             ctx.needs_input_grad[4 : 4 + count],
             ctx.needs_input_grad[4 + count : 4 + 2 * count],
         )
-        of_outputs = [
-            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-            for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=False)
-        ]
+        of_outputs = gradients.of_outputs(grads[:count], ctx.shapes)
         of_x, of_weights, of_biases = gradients.of_column(
             of_outputs, kept, ctx.x_is, weights, needs, exchange, ctx.options.weight_gradient
         )
@@ -218,7 +216,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, options: Options, operation: str, x: Tensor) -> Tensor:
         ctx.exchange, ctx.mode, ctx.operation = options.exchange, current_mode(), operation
-        wire = {name: value for name, value in options.of_call.items() if name == "quantised"}
+        wire = of_wire(options.of_call.get("quantised", False))
         comm = options.exchange.on(x, lambda world: getattr(_C, f"validate_{operation}")(x, world, **wire))
         return getattr(comm, operation)(x, options.exchange.plan, **options.of_call)
 

@@ -24,6 +24,7 @@ class Explanation:
             are no costs, and of a call without data.
         measured: seconds of its slowest rank in the last `streamoverlap.trace` of this group that had such a call, else
             as `streamoverlap.tune` measured it; None where nobody has. Tracing itself takes some microseconds.
+        wire: as what partial products travel: ``"fp8"``, or None: as they are, as with all that runs serial.
     """
 
     operation: str
@@ -31,13 +32,15 @@ class Explanation:
     reason: str
     predicted: float | None
     measured: float | None
+    wire: str | None = None
 
     def __str__(self) -> str:
         times = [
             f"{name} {1e6 * seconds:,.1f} us" if seconds is not None else f"not {name}"
             for name, seconds in (("predicted", self.predicted), ("measured", self.measured))
         ]
-        return f"{self.operation}: {self.plan}\n  why: {self.reason}\n  time: {', '.join(times)}"
+        wire = "" if self.wire is None else ", float8 wire"
+        return f"{self.operation}: {self.plan}{wire}\n  why: {self.reason}\n  time: {', '.join(times)}"
 
 
 def explain(function: Callable, *args: Any, **options: Any) -> Explanation:
@@ -49,7 +52,7 @@ def explain(function: Callable, *args: Any, **options: Any) -> Explanation:
 
     Raises:
         TypeError: `function` is none of them.
-        What the call would raise of its arguments.
+        What the call would raise of its arguments, `plan` among them.
 
     Nothing is sent, so one rank may ask alone, unless the group's communicator must be made first, which is collective.
     Where ranks bring weights of different sizes, rank 0 chooses for all, so what another rank is told before the first

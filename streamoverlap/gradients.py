@@ -88,6 +88,19 @@ def of_column(
     return dgrad.wait() if dgrad is not None else None, weight_gradients, bias_gradients
 
 
+def shape_of(output: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """As `of_outputs` takes it."""
+    return output.shape, output.dtype, output.device
+
+
+def of_outputs(grads: Sequence[Tensor | None], shapes: Sequence[tuple]) -> list[Tensor]:
+    """Of outputs of those shapes, zero for those that nobody has used."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, shapes, strict=True)
+    ]
+
+
 def of_row(
     grad: Tensor,
     x: Tensor | None,

@@ -12,8 +12,10 @@ from torch.nn import Parameter
 
 from streamoverlap.linear import Place, column_linear, gather_features, own_features, row_linear
 from streamoverlap.places import group_of, resolve_group
-from streamoverlap.precision import expect_sizes
+from streamoverlap.precision import expect_weight
 from streamoverlap.spec import PlanSpec
+
+_OF_THE_LINEAR = ("in_features", "out_features", "bias", "device", "dtype")
 
 
 class ParallelLinear(nn.Module):
@@ -48,7 +50,8 @@ class ParallelLinear(nn.Module):
                 f"{name} is {shape[self.shard_dim]}; expected a multiple of the group's {self.world} ranks"
             )
         shape[self.shard_dim] //= self.world
-        expect_sizes(self.precision, self.world, name, in_features=in_features, out_features=out_features)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        expect_weight(self.precision, dtype, self.world, name, in_features=in_features, out_features=out_features)
         self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.mark_parameters()
@@ -116,10 +119,16 @@ class ParallelLinear(nn.Module):
         Args:
             linear: any `torch.nn.Linear`; its weights are copied.
             group: as of the class.
-            **options: further arguments of the class, but sizes, bias, device and dtype.
+            **options: further arguments of the class, but sizes, bias, device and dtype, which are those of `linear`.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described; the message names it.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear is a {type(linear).__name__}; expected a torch.nn.Linear")
+        for name in _OF_THE_LINEAR:
+            if name in options:
+                raise TypeError(f"{name} is {options[name]!r}; expected to be left out, as that of linear is taken")
         made = cls(
             linear.in_features,
             linear.out_features,
@@ -188,9 +197,10 @@ class ColumnParallelLinear(ParallelLinear):
         precision: None multiplies x and the weight as they are. ``"fp8"``: the forward pass and x's gradient multiply
             float8_e4m3fn, made of x, the weight and the gradient in each pass with a scale a row, and float8 is what
             they gather; the weight's gradient is taken of the tensors themselves. Parameters, x, y and all gradients
-            keep their dtype: float32, bfloat16 or float16. Both sizes of a rank's weight must be multiples of 16. On
-            CUDA it needs a Hopper GPU.
-        plan: how to exchange, forward and backward; None takes the default.
+            keep their dtype: float32, bfloat16 or float16; others are refused. Both sizes of a rank's weight must be
+            multiples of 16. On CUDA it needs a Hopper GPU.
+        plan: how to exchange, forward and backward; None takes the default. One that sums in a ring and stores, which
+            no GEMM-reduce-scatter can, is refused.
         device, dtype: of the parameters; ``device="meta"`` allocates and draws nothing.
 
     Shapes:

@@ -106,19 +106,22 @@ def _save_column(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.x_is = "gathered" if return_gathered else "shard"
     ctx.save_for_backward(kept, *weights)
     ctx.biases = len(biases)
+    ctx.set_materialize_grads(False)  # where nobody has used the gathered x, its gradient is not exchanged
+    ctx.shapes = [gradients.shape_of(each) for each in output[: len(weights)]]
 
 
-def _column_gradients(ctx: Any, grads: list[Tensor]) -> tuple:
+def _column_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple:
     kept, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     count = len(weights)
     needs_biases = list(needs_biases) if ctx.biases else [False] * count
     where = ctx.group_name, ctx.plan, ctx.precision
+    of_outputs = gradients.of_outputs(grads[:count], ctx.shapes)
     found = _ops.column_backward(
-        grads[:count], kept, ctx.x_is, weights, needs_x, list(needs_weights), needs_biases, *where
+        of_outputs, kept, ctx.x_is, weights, needs_x, list(needs_weights), needs_biases, *where
     )
     of_x, of_weights, of_biases = _unpack(found, Needs(needs_x, needs_weights, needs_biases))
-    if needs_x and len(grads) > count:
+    if needs_x and len(grads) > count and grads[count] is not None:
         of_x = of_x + _ops.reduce_scatter(grads[count], ctx.group_name, ctx.plan)
     return of_x, of_weights, of_biases if ctx.biases else [], None, None, None, None
 

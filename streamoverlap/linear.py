@@ -14,7 +14,7 @@ from streamoverlap.call import current_mode, in_mode
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import group_of
 from streamoverlap.precision import name_of, precision_of
-from streamoverlap.spec import PlanSpec, plan_of_text, validate_plan
+from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec, plan_of_text, text_of, validate_plan
 
 _ops = torch.ops.streamoverlap
 
@@ -34,8 +34,8 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, group: torch.distributed.ProcessGroup, plan: PlanSpec | None, precision: str | None = None) -> Place:
         if plan is not None:
-            validate_plan(plan)
-        return cls(group.group_name, "" if plan is None else plan.to_text(), name_of(precision))
+            validate_plan(plan, *SUMS_OF_PRODUCTS)  # one of them, forward or backward, is any layer's
+        return cls(group.group_name, text_of(plan), name_of(precision))
 
     @property
     def exchange(self) -> Exchange:

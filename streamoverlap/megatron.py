@@ -34,7 +34,7 @@ except ImportError as error:
     ) from error
 
 from streamoverlap.linear import Place, column_linear, gather_features, own_features, row_linear
-from streamoverlap.precision import expect_sizes, name_of
+from streamoverlap.precision import expect_weight, name_of
 from streamoverlap.spec import PlanSpec
 
 if not megatron.core.__version__.startswith("0.16."):
@@ -106,7 +106,8 @@ class _Overlapped(nn.Module):
             raise ValueError(f"{self.sharded} is {size}; expected a multiple of the {world} ranks of tp_group")
         name_of(self.precision)
         sizes = {name: given[name] for name in ("input_size", "output_size")}
-        expect_sizes(self.precision, world, self.sharded, **sizes)
+        dtype = given["config"].params_dtype
+        expect_weight(self.precision, dtype, world, self.sharded, dtype_is="config.params_dtype is", **sizes)
 
     def _expect_own_exchange(self) -> None:
         """Megatron sets the flag after construction, in shared experts that exchange outside of their layers."""

@@ -23,7 +23,7 @@ from streamoverlap.communicator import Communicator
 from streamoverlap.gradients import Exchange
 from streamoverlap.places import resolve_group
 from streamoverlap.scaling import scaling_of
-from streamoverlap.spec import PlanSpec, is_quantised
+from streamoverlap.spec import PlanSpec, is_quantised, of_wire
 from streamoverlap.streams import StreamSet
 from streamoverlap.traced import traceable
 from streamoverlap.work import Work
@@ -397,7 +397,7 @@ def _exchange(
     quantised = is_quantised(wire)
     if needs_gradient(x) and not async_op:
         return autograd.exchange(_options(group, plan, timeout, streams, quantised), operation, x)
-    validate = partial(getattr(_C, f"validate_{operation}"), x, **({"quantised": True} if quantised else {}))
+    validate = partial(getattr(_C, f"validate_{operation}"), x, **of_wire(quantised))
     comm = Communicator.of(group, device, lambda world: validate(world=world))
     options = {"copy_input": copy_input, "async_op": async_op, "timeout": timeout, "streams": streams}
     return getattr(comm, operation)(x, plan, **options, quantised=quantised)
@@ -410,8 +410,8 @@ def _options(
     streams: StreamSet | None,
     quantised: bool = False,
 ) -> Options:
-    wire = {"quantised": True} if quantised else {}  # of sums alone
-    return Options(Exchange(resolve_group(group), plan), of_call={"timeout": timeout, "streams": streams, **wire})
+    of_call = {"timeout": timeout, "streams": streams, **of_wire(quantised)}
+    return Options(Exchange(resolve_group(group), plan), of_call=of_call)
 
 
 def _expect_tensor(argument: str, value: object) -> None:

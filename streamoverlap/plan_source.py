@@ -80,7 +80,8 @@ class PlanSource:
         traced = None
         if spec is not None:
             traced = self._traced.get(title_of(spec, asked.x, asked.weights, asked.scaling))
-        return Explanation(asked.operation, choice.plan, choice.reason, seconds, traced or choice.measured)
+        wire = "fp8" if asked.quantised and spec is not None else None
+        return Explanation(asked.operation, choice.plan, choice.reason, seconds, traced or choice.measured, wire)
 
     def note_traced(self, timelines: Iterable[Timeline]) -> None:
         """See `Explanation.measured`."""

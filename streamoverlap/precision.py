@@ -81,8 +81,7 @@ class Precision(NamedTuple):
 
 def _float8(x: Tensor, weights: Sequence[Tensor], *, use_fast_accum: bool) -> Factors:
     """Dynamic row-wise scaling: the largest finite value of a row becomes 448. What is not finite becomes NaN."""
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}; expected float32, bfloat16 or float16 with precision='fp8'")
+    _expect_dtype("x has dtype", x.dtype)
     for weight in weights:
         if weight.dtype != x.dtype:
             raise TypeError(f"weight has dtype {weight.dtype}; expected that of x, {x.dtype}")
@@ -103,10 +102,13 @@ DGRAD = {"": "", "fp8": "fp8_dgrad"}
 
 
 def precision_of(name: str) -> Precision:
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise ValueError(f"precision is {name!r}; expected '' or 'fp8'") from None
+    """Of the argument `precision` of an op, whose schema has a str."""
+    if name not in _BY_NAME:
+        raise ValueError(
+            f"precision is {name!r}; expected '' (x and weight as they are), 'fp8' (of a forward pass) or 'fp8_dgrad' "
+            "(of a gradient)"
+        )
+    return _BY_NAME[name]
 
 
 def name_of(precision: str | None) -> str:
@@ -116,10 +118,19 @@ def name_of(precision: str | None) -> str:
     return precision or ""
 
 
-def expect_sizes(precision: str | None, world: int, sharded: str, **sizes: int) -> None:
-    """Of the whole weight, by name. `sharded`: the one that ranks share out among them, a multiple of `world`."""
+def expect_weight(
+    precision: str | None, dtype: torch.dtype, world: int, sharded: str, *, dtype_is: str = "dtype is", **sizes: int
+) -> None:
+    """That a layer can have it in that precision: what is wrong is told when it is made, not in its first call.
+
+    Args:
+        dtype: of the weight; `dtype_is`: what an error calls it.
+        sharded: the size that ranks share out among them, a multiple of `world`.
+        **sizes: of the whole weight, by name.
+    """
     if precision is None:
         return
+    _expect_dtype(dtype_is, dtype)
     for name, size in sizes.items():
         unit = _UNIT * world if name == sharded else _UNIT
         if size % unit:
@@ -128,3 +139,8 @@ def expect_sizes(precision: str | None, world: int, sharded: str, **sizes: int) 
                 f"{name} is {size}; expected a multiple of {_UNIT}{of_ranks} with precision={precision!r}, as products "
                 "of float8 need"
             )
+
+
+def _expect_dtype(it_is: str, dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise TypeError(f"{it_is} {dtype}; expected float32, bfloat16 or float16 with precision='fp8'")

@@ -73,6 +73,14 @@ class PlanSpec:
         return text
 
 
+def text_of(plan: PlanSpec | None) -> str:
+    """What `plan_of_text` gives the plan of."""
+    if plan is None:
+        return ""
+    validate_plan(plan)
+    return plan.to_text()
+
+
 @lru_cache
 def plan_of_text(text: str) -> PlanSpec | None:
     """The PlanSpec that `PlanSpec.to_text` gave; None, the default, for an empty text."""
@@ -102,14 +110,24 @@ def spec_of(
     scaled: bool = False,
     quantised: bool = False,
 ) -> _C.Spec:
-    """The plan of an overlapped PlanSpec; what it ignores is the same for all, so that there is no mismatch either."""
+    """The plan of an overlapped PlanSpec; what it ignores is the same for all, so that there is no mismatch either.
+
+    Raises:
+        ValueError: there is no such plan, such as one whose ring sums and stores.
+    """
     reduce, transfer = "accumulate", "copy"
     if operation in SUMS_OF_PRODUCTS:
         reduce, transfer = plan.reduce, plan.transfer
         if quantised:
             reduce, transfer = "sum" if plan.algorithm == "ring" else reduce, "copy"
-    numbers, flags = (world, plan.chunks, plan.compute_streams), (keep_gathered, copy_input, scaled)
-    return _C.Spec(operation, plan.algorithm, reduce, *numbers, *flags, transfer, plan.taper, quantised)
+    flags, ways = (keep_gathered, copy_input, scaled), (transfer, plan.taper, quantised)
+    _C.build_all(_C.Spec(operation, plan.algorithm, reduce, 1, 1, 1, *flags, *ways))  # the smallest: it is to refuse
+    return _C.Spec(operation, plan.algorithm, reduce, world, plan.chunks, plan.compute_streams, *flags, *ways)
+
+
+def of_wire(quantised: bool) -> dict[str, bool]:
+    """As keyword arguments of what also makes calls that know no wire."""
+    return {"quantised": True} if quantised else {}
 
 
 class Choice(NamedTuple):
@@ -135,6 +153,10 @@ def given_or_forced(plan: PlanSpec | None, fallback: str | None) -> Choice | Non
     return Choice(plan, "given")
 
 
-def validate_plan(plan: object) -> None:
+def validate_plan(plan: object, *operations: str) -> None:
+    """Raises what a call of any of `operations` raises of this plan."""
     if not isinstance(plan, PlanSpec):
         raise TypeError(f"plan is a {type(plan).__name__}; expected streamoverlap.PlanSpec or None")
+    if plan.algorithm != "serial":
+        for operation in operations:
+            spec_of(operation, plan, world=1)

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from streamoverlap import linear
 from streamoverlap.linear import Place
-from streamoverlap.precision import expect_sizes, name_of
-from streamoverlap.spec import PlanSpec
+from streamoverlap.precision import expect_weight, name_of
+from streamoverlap.spec import SUMS_OF_PRODUCTS, PlanSpec, validate_plan
 
 
 class _Style(ParallelStyle):
@@ -34,6 +34,8 @@ class _Style(ParallelStyle):
         self.output_layouts = output_layouts
         self.use_local_output = use_local_output
         name_of(precision)  # refuses another one
+        if plan is not None:
+            validate_plan(plan, *SUMS_OF_PRODUCTS)
         self.precision = precision
         self.plan = plan
 
@@ -48,7 +50,8 @@ class _Style(ParallelStyle):
                 f"{name} is {getattr(module, name)}; expected a multiple of the mesh's {device_mesh.size()} ranks"
             )
         sizes = {"in_features": module.in_features, "out_features": module.out_features}
-        expect_sizes(self.precision, device_mesh.size(), name, **sizes)
+        dtype = module.weight.dtype
+        expect_weight(self.precision, dtype, device_mesh.size(), name, dtype_is="weight has dtype", **sizes)
         for parameter, placement in (("weight", Shard(self.shard_dim)), ("bias", self._bias_placement())):
             old = getattr(module, parameter)
             if old is not None:

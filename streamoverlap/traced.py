@@ -10,21 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamoverlap.spec import PlanSpec
+from streamoverlap.spec import PlanSpec, text_of
 
 _ops = torch.ops.streamoverlap
-_OF_FLOAT8 = ("scale_x", "scale_weight", "out_dtype", "use_fast_accum")
+# Of eager calls: a compiler orders and overlaps on its own, and registered ops take no more arguments.
+_EAGER = ("async_op", "timeout", "streams", "wire", "scale_x", "scale_weight", "out_dtype", "use_fast_accum")
 
 
 def traceable(traced: Callable) -> Callable[[Callable], Callable]:
-    """Of functions that a compiler is to see as `traced`, which takes the same arguments."""
+    """Of functions that a compiler is to see as `traced`, which takes the same arguments but those of eager calls.
+
+    A call with one of these breaks the graph and is made in eager mode; with ``fullgraph=True`` it is refused.
+    """
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return traced(*args, **options)
-            return function(*args, **options)
+            if not torch.compiler.is_compiling():
+                return function(*args, **options)
+            if (reason := _why_uncompiled(options)) is None:
+                return traced(*args, **{name: value for name, value in options.items() if name not in _EAGER})
+            if not torch.compiler.is_dynamo_compiling():  # torch.export, which has nothing to break
+                raise ValueError(reason)
+            torch._dynamo.graph_break(msg=reason)
+            return torch.compiler.disable(function)(*args, **options)
 
         return call
 
@@ -39,9 +48,7 @@ def all_gather_gemm(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     return_gathered: bool = False,
     plan: PlanSpec | None = None,
-    **eager: Any,
 ):
-    _expect_none(eager)
     several = not isinstance(weight, Tensor)
     weights = list(weight) if several else [weight]
     biases: list[Tensor] = []
@@ -64,9 +71,7 @@ def sum_of_products(operation: str) -> Callable[..., Tensor]:
         *,
         bias: Tensor | None = None,
         plan: PlanSpec | None = None,
-        **eager: Any,
     ) -> Tensor:
-        _expect_none(eager)
         return getattr(_ops, operation)(x, weight, bias, *_place(group, plan), "")
 
     return traced
@@ -81,26 +86,24 @@ def plain(operation: str) -> Callable[..., Tensor]:
         *,
         plan: PlanSpec | None = None,
         copy_input: bool = False,
-        **eager: Any,
     ) -> Tensor:
-        _expect_none(eager)
         return getattr(_ops, operation)(x, *_place(group, plan))
 
     return traced
 
 
 def _place(group: dist.ProcessGroup | None, plan: PlanSpec | None, *between: Any) -> tuple:
-    name = (dist.group.WORLD if group is None else group).group_name
-    return name, *between, "" if plan is None else plan.to_text()
+    return (dist.group.WORLD if group is None else group).group_name, *between, text_of(plan)
 
 
-def _expect_none(eager: dict[str, Any]) -> None:
-    """`async_op`, `timeout` and `streams` are for eager calls: a compiler orders and overlaps on its own."""
-    for name, value in eager.items():
-        if name in _OF_FLOAT8 and not (value is None or value is False):
-            raise ValueError(
-                f"{name} is given in a compiled call; expected None: products of float8 are for eager calls, so leave "
-                "them out of what is compiled (torch.compiler.disable)"
+def _why_uncompiled(options: dict[str, Any]) -> str | None:
+    """What is among `options` that no registered op takes; None: nothing."""
+    for name in _EAGER:
+        value = options.get(name)
+        if value is not None and value is not False:
+            told = repr(value) if isinstance(value, str | float | int) else f"a {type(value).__name__}"
+            return (
+                f"{name} is {told} in a compiled call; expected the default with fullgraph=True, as such a call is "
+                "eager and breaks the graph"
             )
-        if value not in (None, False):
-            raise ValueError(f"{name} is {value!r} in a compiled call; expected the default")
+    return None

@@ -321,6 +321,9 @@ def test_a_rank_0_that_does_not_come_is_named(ranks) -> None:
     assert "for rank 0, which chooses the plan and has not come to this call" in message
 
 
+NO_PLAN = so.PlanSpec("ring", reduce="sum", transfer="store")
+
+
 def explained(rank: int, world: int, group) -> list:
     x, weight = torch.ones(4, 8), torch.ones(6, 8)
     so.Communicator.of(group, "cpu")
@@ -335,6 +338,8 @@ def explained(rank: int, world: int, group) -> list:
         lambda: so.explain(so.all_gather_gemm, x, torch.ones(6, 9), group),
         lambda: so.explain(so.gemm_reduce_scatter, torch.ones(3, 8), weight, group),
         lambda: so.explain(torch.mm, x, weight),
+        lambda: so.explain(so.gemm_reduce_scatter, x, weight, group, plan=NO_PLAN),
+        lambda: so.gemm_reduce_scatter(x, weight, group, plan=NO_PLAN),
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
             wrong()
@@ -352,6 +357,8 @@ def test_explain_asks_nobody_else(ranks) -> None:
     assert "weight.shape[1] is 9" in wrong[0]
     assert "3" in wrong[1]
     assert "function is 'mm'; expected one of all_gather_gemm" in wrong[2]
+    assert wrong[3].startswith("transfer is store with algorithm ring and reduce sum; expected reduce accumulate")
+    assert wrong[3] == wrong[4]
     text = str(given)
     assert "gemm_reduce_scatter" in text and "why: given" in text and "not predicted, not measured" in text
 

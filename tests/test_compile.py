@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -82,13 +83,75 @@ def test_every_function_compiles(ranks: Pools) -> None:
     ranks(2).run(call_compiled, timeout=COMPILING)
 
 
-def wait_in_a_graph(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    with pytest.raises(Exception, match="async_op is True in a compiled call; expected the default"):
-        torch.compile(lambda x: so.all_gather(x, async_op=True), fullgraph=True, backend="aot_eager")(torch.ones(2, 2))
+PATIENCE = timedelta(seconds=15)
+EAGER = {
+    "async_op is True": lambda x: so.all_reduce(x, async_op=True).wait(),
+    "timeout is 7.5": lambda x: so.all_reduce(x, timeout=7.5),
+    "timeout is a timedelta": lambda x: so.all_reduce(x, timeout=PATIENCE),
+    "wire is 'fp8'": lambda x: so.all_reduce(x, wire="fp8"),
+}
 
 
-def test_what_a_graph_cannot_have_is_refused(ranks: Pools) -> None:
-    ranks(2).run(wait_in_a_graph, timeout=COMPILING)
+def break_a_graph(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    x = torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))
+    for told, call in EAGER.items():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=f"{told} in a compiled call; expected the default with fullgraph=True"):
+            torch.compile(call, fullgraph=True, backend="eager")(x)
+        counter = CompileCounterWithBackend("eager")
+        assert torch.equal(torch.compile(lambda x, call=call: call(x + 1) * 2, backend=counter)(x), call(x + 1) * 2)
+        assert counter.frame_count == 2, "what is before the call and what is after it, and nothing of the call"
+    assert not torch.equal(so.all_reduce(x, wire="fp8"), so.all_reduce(x)), "so that it shows above"
+    defaults = {"wire": None, "timeout": None, "async_op": False, "streams": None}
+    plain = torch.compile(lambda x: so.all_reduce(x, **defaults), fullgraph=True, backend="eager")
+    assert torch.equal(plain(x), so.all_reduce(x))
+
+
+def test_what_a_graph_cannot_have_breaks_it_or_is_refused(ranks: Pools) -> None:
+    ranks(2).run(break_a_graph, timeout=COMPILING)
+
+
+def wire_with_gradients(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    x, w = (torch.randn(4, 600, generator=torch.Generator().manual_seed(rank + i)) for i in (0, 5))
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return so.gemm_reduce_scatter(x * 2, w, group, wire="fp8").square().sum()
+
+    found = []
+    for run in (step, torch.compile(step, backend="aot_eager")):
+        given = x.clone().requires_grad_(), w.clone().requires_grad_()
+        found.append(torch.autograd.grad(run(*given), given))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_gradients_go_through_a_call_that_breaks_a_graph(ranks: Pools) -> None:
+    ranks(2).run(wire_with_gradients, timeout=COMPILING)
+
+
+def bad_plan_in_a_graph(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    for options in ({}, {"fullgraph": True}):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"plan is a str; expected streamoverlap\.PlanSpec or None"):
+            torch.compile(lambda x: so.all_reduce(x, plan="ring"), backend="eager", **options)(torch.ones(2, 2))
+
+
+def test_a_bad_plan_in_a_graph_is_named(ranks: Pools) -> None:
+    ranks(1).run(bad_plan_in_a_graph, timeout=COMPILING)
+
+
+class Exported(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return so.all_reduce(x, wire="fp8")
+
+
+def export(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    for strict in (False, True):
+        with pytest.raises(Exception, match="wire is 'fp8' in a compiled call; expected the default"):
+            torch.export.export(Exported(), (torch.ones(2, 2),), strict=strict)
+
+
+def test_what_an_exported_program_cannot_have_is_refused(ranks: Pools) -> None:
+    ranks(1).run(export, timeout=COMPILING)
 
 
 # --- layers ---
@@ -123,6 +186,34 @@ def compile_block(rank: int, world: int, group: dist.ProcessGroup, options: dict
 def test_a_block_is_one_graph_for_any_number_of_tokens(ranks: Pools, world: int, options: dict) -> None:
     """One for the first number, and one for all others."""
     assert set(ranks(world).run(compile_block, options, "aot_eager", timeout=COMPILING)) == {2}
+
+
+def exchanges_of(step: Callable[[], object], group: dist.ProcessGroup) -> list[str]:
+    with so.trace(group=group) as trace:
+        step()
+    return [line.title.partition("(")[0] for line in trace.timelines]
+
+
+def train_with_gathered(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """What nobody has used has no gradient to be exchanged, and what somebody has used has one."""
+    torch._dynamo.reset()
+    layer = so.ColumnParallelLinear(D, F, dtype=torch.float64, save_gathered=True)
+    x, w = randoms(ROWS, D, seed=rank, grad=True), randoms(F, D, seed=7, grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    forward_and_backward = ["all_gather_gemm", "gemm_reduce_scatter"]
+    for _ in range(2):
+        assert exchanges_of(lambda: compiled(x).sum().backward(), group) == forward_and_backward
+
+    def gradient(*used: int) -> Tensor:
+        found = OPS.all_gather_gemm(x, [w, 2 * w], [], group.group_name, True, "", "")
+        return torch.autograd.grad(sum(found[i].sum() for i in used), x)[0]
+
+    assert exchanges_of(lambda: gradient(0), group) == forward_and_backward
+    torch.testing.assert_close(gradient(0, 1, 2), gradient(0) + gradient(1) + gradient(2))
+
+
+def test_what_is_gathered_for_the_backward_pass_has_no_gradient_to_exchange(ranks: Pools) -> None:
+    ranks(2).run(train_with_gathered, timeout=COMPILING)
 
 
 def test_inductor(ranks: Pools) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from itertools import product
 
 import pytest
@@ -290,6 +291,8 @@ def bad_layers(rank: int, world: int, group) -> list[str]:
         lambda: so.ColumnParallelLinear(8, 8, group=group, gather_output=True),
         lambda: so.RowParallelLinear(8, 8, group=group, input_is_parallel=False),
         lambda: so.RowParallelLinear.from_linear("linear", group),
+        lambda: so.RowParallelLinear.from_linear(torch.nn.Linear(8, 8), group, bias=False),
+        lambda: so.ColumnParallelLinear.from_linear(torch.nn.Linear(8, 8), group, dtype=torch.float64),
         lambda: column(x[:, :7]),
         lambda: column(x[0]),
         lambda: column([x]),
@@ -315,6 +318,8 @@ def test_bad_layers_and_inputs_are_refused_by_name(ranks) -> None:
         "gather_output and sequence_parallel are both set; expected at most one",
         "input_is_parallel is False with sequence_parallel; expected",
         "linear is a str; expected a torch.nn.Linear",
+        "bias is False; expected to be left out, as that of linear is taken",
+        "dtype is torch.float64; expected to be left out, as that of linear is taken",
         "x has shape (4, 7); expected [rows, 8] or [s, b, 8]",
         "x has shape (8,); expected [rows, 8] or [s, b, 8]",
         "x is a list; expected a torch.Tensor",
@@ -430,10 +435,19 @@ def test_copies_and_loaded_layers_know_whose_gradients_are_partial_sums(ranks) -
     ranks(2).run(marks_of_copies)
 
 
-def test_a_plan_that_is_none_is_named(ranks) -> None:
-    ranks(1).run(plan_of_another_kind)
+def test_a_plan_that_no_call_can_have_is_refused(ranks) -> None:
+    ranks(1).run(plans_that_no_call_can_have)
 
 
-def plan_of_another_kind(rank: int, world: int, group) -> None:
-    with pytest.raises(TypeError, match=r"plan is a str; expected streamoverlap\.PlanSpec or None"):
-        so.ColumnParallelLinear(8, 8, group=group, plan="ring")
+def plans_that_no_call_can_have(rank: int, world: int, group) -> None:
+    column, row = so.ColumnParallelLinear, so.RowParallelLinear
+
+    def style(kind: type, _in: int, _out: int, group, **options: object) -> object:
+        return kind(**options)
+
+    for make in (column, row, partial(style, so.ColwiseParallel), partial(style, so.RowwiseParallel)):
+        with pytest.raises(TypeError, match=r"plan is a str; expected streamoverlap\.PlanSpec or None"):
+            make(8, 8, group=group, plan="ring")
+        with pytest.raises(ValueError, match="transfer is store with algorithm ring and reduce sum; expected reduce"):
+            make(8, 8, group=group, plan=so.PlanSpec("ring", reduce="sum", transfer="store"))
+        make(8, 8, group=group, plan=so.PlanSpec("serial", reduce="sum", transfer="store"))

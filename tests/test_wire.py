@@ -146,8 +146,6 @@ def refused(rank: int, world: int, group) -> None:
             call(*[each.double() for each in given], group, wire="fp8")
     with pytest.raises(TypeError, match="wire"):
         so.all_gather(x, group, wire="fp8")
-    with pytest.raises(Exception, match="wire is 'fp8' in a compiled call"):
-        torch.compile(lambda x: so.all_reduce(x, group, wire="fp8"), fullgraph=True, backend="eager")(x)
     assert (so.all_reduce(x, group, wire="fp8") == world).all()  # peers are none the wiser
 
 
@@ -182,13 +180,20 @@ def test_slots_hold_what_travels(ranks) -> None:
     assert 0.25 <= packed / plain < 0.33  # a byte for the four of float32
 
 
+SERIAL = so.PlanSpec("serial")
+
+
 def explained(rank: int, world: int, group) -> None:
     group = dist.new_group(list(range(world)))  # what is found holds for later calls
     x = torch.ones(8, 600)
     with closing(so.Communicator(group)) as comm:
         comm.all_reduce(x, so.PlanSpec("ring", 2, reduce="accumulate", transfer="store"), quantised=True)
     told = so.explain(so.all_reduce, x, group, wire="fp8")
-    assert told.reason.startswith("default")
+    assert told.reason.startswith("default") and told.wire == "fp8" and ", float8 wire\n" in str(told)
+    for plain in (so.explain(so.all_reduce, x, group), so.explain(so.all_reduce, x, group, plan=SERIAL, wire="fp8")):
+        assert plain.wire is None and "float8" not in str(plain), "partials travel as they are"
+    ignored = so.PlanSpec("ring", reduce="sum", transfer="store")  # refused without a wire
+    assert so.explain(so.gemm_reduce_scatter, x, torch.ones(16, 600), group, wire="fp8", plan=ignored).plan == ignored
     y = so.tune(so.gemm_reduce_scatter, x, torch.ones(16, 600), group, wire="fp8", rounds=1, save=False)
     assert {plan.transfer for plan in y.seconds} == {"copy"}
     rings = [plan for plan in simulate.candidates("gemm_reduce_scatter", True) if plan.algorithm == "ring"]
