@@ -121,6 +121,10 @@ void enqueue(MemoryOp* ops, int count, cudaStream_t stream, bool capturing) {
 }
 
 Registration::Registration(void* host, std::size_t bytes) {
+  // The driver wants a context, which this thread need not have yet: a guard of a device that is current makes none.
+  int device = 0;
+  STREAMOVERLAP_CHECK(cudaGetDevice(&device));
+  STREAMOVERLAP_CHECK(cudaSetDevice(device));
   STREAMOVERLAP_CHECK(driver().register_host(host, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP));
   host_ = host;
   const CUresult result = driver().device_pointer(&device_, host, 0);

@@ -33,7 +33,6 @@ Executor::Executor(std::shared_ptr<Group> group, c10::DeviceIndex device) : grou
                                 " slots, expected " + std::to_string(kSlots));
   }
   const c10::cuda::CUDAGuard guard(device_);
-  STREAMOVERLAP_CHECK(cudaSetDevice(device_));  // makes the context that the driver wants; the guard alone may not
   sweep_quarantine();
   resources_ = std::make_unique<Resources>(*group_, device_);
   // Called again and again: a call may start later, and graphs may be replayed still. The group outlives its watchdog.

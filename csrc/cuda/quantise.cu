@@ -12,91 +12,186 @@ namespace streamoverlap::cuda {
 namespace {
 
 constexpr float kLargest = 448;  // of float8_e4m3fn
-constexpr int kWide = 16;        // elements that a thread takes at once: as many bytes where they are packed
-constexpr int kHeld = 4;         // of those, of a row, that it keeps in registers
+constexpr int kWide = 16;        // packed elements that a thread sums at once: as many bytes
+constexpr int kTaken = 8;        // elements of a row that a thread quantises at once
+constexpr int kHeld = 8;         // times that many of a row it keeps in registers
+constexpr int kRowThreads = 128;
 constexpr int kWarp = 32;
 constexpr unsigned kMaxRowBlocks = 65535;  // a grid's second dimension
 
-static_assert(kThreads % kWarp == 0 && kWide == kPackedAlignment);
+static_assert(kRowThreads % kWarp == 0 && kThreads % kWarp == 0 && kWide == kPackedAlignment);
 
-__device__ float largest_of_block(float mine) {
-  __shared__ float of_warp[kThreads / kWarp];
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
+using Word = std::uint32_t;  // a float, or two narrower elements
+
+// As unsigned integers, the bits of magnitudes order as the magnitudes do, and what is not finite comes last.
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+  static constexpr Word kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+  static __device__ float value(Word bits) { return __uint_as_float(bits); }
+};
+template <>
+struct Bits<__half> {
+  static constexpr Word kMagnitude = 0x7fff7fff, kInfinity = 0x7c00;
+  static __device__ float value(Word bits) { return __half2float(__ushort_as_half(static_cast<unsigned short>(bits))); }
+};
+template <>
+struct Bits<__nv_bfloat16> {
+  static constexpr Word kMagnitude = 0x7fff7fff, kInfinity = 0x7f80;
+  static __device__ float value(Word bits) { return __uint_as_float(bits << 16); }
+};
+
+// Of the magnitudes that a word each have, those at the same place.
+template <class T>
+__device__ Word larger(Word a, Word b) {
+  if constexpr (sizeof(T) == sizeof(Word)) {
+    return max(a, b);
+  } else {
+    return __vmaxu2(a, b);
   }
+}
+
+template <class T>
+__device__ Word magnitude(T x) {
+  if constexpr (sizeof(T) == sizeof(Word)) {
+    return __float_as_uint(x) & Bits<T>::kMagnitude;
+  } else {
+    return *reinterpret_cast<const unsigned short*>(&x) & Bits<T>::kMagnitude;
+  }
+}
+
+template <class T>
+__device__ Word largest_of_block(Word mine) {
+  __shared__ Word of_warp[kRowThreads / kWarp];
+  if constexpr (sizeof(T) != sizeof(Word)) mine = max(mine & 0xffff, mine >> 16);
+  mine = __reduce_max_sync(0xffffffffu, mine);
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = mine;
   __syncthreads();
   mine = of_warp[0];
 #pragma unroll
-  for (int warp = 1; warp < kThreads / kWarp; ++warp) mine = fmaxf(mine, of_warp[warp]);
-  __syncthreads();  // the next row writes there
+  for (int warp = 1; warp < kRowThreads / kWarp; ++warp) mine = max(mine, of_warp[warp]);
+  __syncthreads();  // the next use writes there
   return mine;
-}
-
-__device__ float magnitude(float x) { return isfinite(x) ? fabsf(x) : 0.f; }
-
-__device__ float value_of(float x, float inverse) {
-  return isfinite(x) ? x * inverse : __int_as_float(0x7fc00000);  // what is infinite would saturate
 }
 
 __device__ float dequantised(__nv_fp8_storage_t value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
 }
 
-template <class T>
-__device__ float largest_of(const Pack<T, kWide>& pack) {
-  float largest = 0;
+// The largest magnitudes of a pack, place by place in a word; kMixed: of what is finite among them.
+template <bool kMixed, class T>
+__device__ Word largest_of(const Pack<T, kTaken>& pack) {
+  Word largest = 0;
+  if constexpr (kMixed) {
 #pragma unroll
-  for (int j = 0; j < kWide; ++j) largest = fmaxf(largest, magnitude(widen(pack.value[j])));
+    for (int j = 0; j < kTaken; ++j) {
+      const Word bits = magnitude(pack.value[j]);
+      if (bits < Bits<T>::kInfinity) largest = max(largest, bits);
+    }
+  } else {
+    constexpr int kWords = kTaken * sizeof(T) / sizeof(Word);
+    const auto* const words = reinterpret_cast<const Word*>(pack.value);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) largest = larger<T>(largest, words[j] & Bits<T>::kMagnitude);
+  }
   return largest;
 }
 
-template <class T>
-__device__ Pack<__nv_fp8x2_storage_t, kWide / 2> quantised(const Pack<T, kWide>& pack, float inverse) {
-  Pack<__nv_fp8x2_storage_t, kWide / 2> values;
+template <bool kMixed, class T>
+__device__ float value_of(T x, float inverse) {
+  const float value = widen(x);
+  // What is infinite would saturate.
+  return !kMixed || isfinite(value) ? value * inverse : __int_as_float(0x7fc00000);
+}
+
+template <bool kMixed, class T>
+__device__ Pack<__nv_fp8x2_storage_t, kTaken / 2> quantised(const Pack<T, kTaken>& pack, float inverse) {
+  Pack<__nv_fp8x2_storage_t, kTaken / 2> values;
 #pragma unroll
-  for (int j = 0; j < kWide; j += 2) {
-    const float2 two = {value_of(widen(pack.value[j]), inverse), value_of(widen(pack.value[j + 1]), inverse)};
+  for (int j = 0; j < kTaken; j += 2) {
+    const float2 two = {value_of<kMixed>(pack.value[j], inverse), value_of<kMixed>(pack.value[j + 1], inverse)};
     values.value[j / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
   }
   return values;
 }
 
-// A block takes a row after the other, and holds what it can of it between finding the scale and using it.
+// A row, of which a thread holds what it can between finding the scale and using it.
+template <class T>
+struct Row {
+  using Taken = Pack<T, kTaken>;
+  static constexpr std::int64_t kBeyond = std::int64_t{kHeld} * kRowThreads;
+
+  const T* x;
+  std::int64_t count, wide;  // elements; packs at its beginning that may be read as such
+  Taken held[kHeld];
+
+  __device__ const Taken* packs() const { return reinterpret_cast<const Taken*>(x); }
+
+  __device__ void load() {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const std::int64_t i = std::int64_t{j} * kRowThreads + threadIdx.x;
+      if (i < wide) held[j] = packs()[i];
+    }
+  }
+
+  template <bool kMixed>
+  __device__ Word largest() const {
+    Word found = 0;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const std::int64_t i = std::int64_t{j} * kRowThreads + threadIdx.x;
+      if (i < wide) found = larger<T>(found, largest_of<kMixed>(held[j]));
+    }
+    for (std::int64_t i = kBeyond + threadIdx.x; i < wide; i += kRowThreads) {
+      found = larger<T>(found, largest_of<kMixed>(packs()[i]));
+    }
+    for (std::int64_t i = wide * kTaken + threadIdx.x; i < count; i += kRowThreads) {
+      const Word bits = magnitude(x[i]);
+      if (!kMixed || bits < Bits<T>::kInfinity) found = larger<T>(found, bits);
+    }
+    return largest_of_block<T>(found);
+  }
+
+  template <bool kMixed>
+  __device__ void write(__nv_fp8_storage_t* values, float inverse) const {
+    auto* const packed = reinterpret_cast<Pack<__nv_fp8x2_storage_t, kTaken / 2>*>(values);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const std::int64_t i = std::int64_t{j} * kRowThreads + threadIdx.x;
+      if (i < wide) packed[i] = quantised<kMixed>(held[j], inverse);
+    }
+    for (std::int64_t i = kBeyond + threadIdx.x; i < wide; i += kRowThreads) {
+      packed[i] = quantised<kMixed>(packs()[i], inverse);
+    }
+    for (std::int64_t i = wide * kTaken + threadIdx.x; i < count; i += kRowThreads) {
+      values[i] = __nv_cvt_float_to_fp8(value_of<kMixed>(x[i], inverse), __NV_SATFINITE, __NV_E4M3);
+    }
+  }
+};
+
+// A block takes a row after the other. Only a row that has something infinite, or NaN, looks at elements one by one.
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kRowThreads)
     quantise_kernel(const T* from, std::int64_t elements, std::int64_t row, const __grid_constant__ QuantisedRows to) {
-  using Wide = Pack<T, kWide>;
   const std::int64_t rows = (elements + row - 1) / row;
   for (std::int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    const T* const x = from + r * row;
-    const auto* const packs = reinterpret_cast<const Wide*>(x);
-    const std::int64_t count = min(row, elements - r * row);
-    const std::int64_t wide = kAligned ? count / kWide : 0;
-    const std::int64_t tail = wide * kWide + threadIdx.x, beyond = std::int64_t{kHeld} * kThreads + threadIdx.x;
-    Wide held[kHeld];
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const std::int64_t i = std::int64_t{j} * kThreads + threadIdx.x;
-      if (i >= wide) continue;
-      held[j] = packs[i];
-      largest = fmaxf(largest, largest_of(held[j]));
-    }
-    for (std::int64_t i = beyond; i < wide; i += kThreads) largest = fmaxf(largest, largest_of(packs[i]));
-    for (std::int64_t i = tail; i < count; i += kThreads) largest = fmaxf(largest, magnitude(widen(x[i])));
-    const float scale = fmaxf(__fdiv_rn(largest_of_block(largest), kLargest), FLT_MIN), inverse = __frcp_rn(scale);
+    Row<T> of;
+    of.x = from + r * row;
+    of.count = min(row, elements - r * row);
+    of.wide = kAligned ? of.count / kTaken : 0;
+    of.load();
+    Word largest = of.template largest<false>();
+    const bool finite = largest < Bits<T>::kInfinity;  // for the whole block
+    if (!finite) largest = of.template largest<true>();
+    const float scale = fmaxf(__fdiv_rn(Bits<T>::value(largest), kLargest), FLT_MIN), inverse = __frcp_rn(scale);
 
     auto* const values = static_cast<__nv_fp8_storage_t*>(to.values) + r * to.row_bytes;
-    auto* const packed = reinterpret_cast<Pack<__nv_fp8x2_storage_t, kWide / 2>*>(values);
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const std::int64_t i = std::int64_t{j} * kThreads + threadIdx.x;
-      if (i < wide) packed[i] = quantised(held[j], inverse);
-    }
-    for (std::int64_t i = beyond; i < wide; i += kThreads) packed[i] = quantised(packs[i], inverse);
-    for (std::int64_t i = tail; i < count; i += kThreads) {
-      values[i] = __nv_cvt_float_to_fp8(value_of(widen(x[i]), inverse), __NV_SATFINITE, __NV_E4M3);
+    if (finite) {
+      of.template write<false>(values, inverse);
+    } else {
+      of.template write<true>(values, inverse);
     }
     if (threadIdx.x == 0) {
       *reinterpret_cast<float*>(static_cast<char*>(to.scales) + r * to.scale_bytes) = scale;
@@ -181,9 +276,9 @@ void quantise(const void* from, std::int64_t elements, std::int64_t row, const Q
                          to.row_bytes % static_cast<std::int64_t>(kAccess) == 0;
     const T* const data = static_cast<const T*>(from);
     if (aligned) {
-      quantise_kernel<T, true><<<rows, kThreads, 0, stream>>>(data, elements, row, to);
+      quantise_kernel<T, true><<<rows, kRowThreads, 0, stream>>>(data, elements, row, to);
     } else {
-      quantise_kernel<T, false><<<rows, kThreads, 0, stream>>>(data, elements, row, to);
+      quantise_kernel<T, false><<<rows, kRowThreads, 0, stream>>>(data, elements, row, to);
     }
   });
   STREAMOVERLAP_CHECK(cudaGetLastError());
