@@ -17,7 +17,7 @@ from streamoverlap.call import PLAIN, Call, Mode, in_mode
 from streamoverlap.errors import CommunicatorError
 from streamoverlap.follow import FollowOnCpu
 from streamoverlap.intercept import Asked, Intercepted, is_intercepting
-from streamoverlap.spec import Choice, PlanSpec, spec_of
+from streamoverlap.spec import Choice, PlanSpec, of_wire, spec_of
 from streamoverlap.streams import StreamSet, choose_streams
 from streamoverlap.work import Work, seconds_of
 
@@ -153,7 +153,7 @@ class Calls:
         **options: Any,
     ) -> Tensor | Work:
         """A plain collective, which has the same name everywhere."""
-        wire = {"quantised": True} if quantised else {}  # all_gather knows none
+        wire = of_wire(quantised)  # all_gather knows none
         identity = partial(getattr(_C, f"validate_{operation}"), x, self.world, **wire)
         asked = Asked(operation, x, (), (), identity, copy_input=copy_input, quantised=quantised)
         call = self._call(asked, plan, **options)
@@ -218,12 +218,10 @@ class Calls:
 
     def _again(self, asked: Asked, plan: PlanSpec, mode: Mode = PLAIN) -> object:
         """Makes a call that was asked for, with that plan."""
-        options: dict[str, Any] = {"plan": plan, "streams": asked.streams}
+        options: dict[str, Any] = {"plan": plan, "streams": asked.streams, **of_wire(asked.quantised)}
         with in_mode(mode):
             if asked.weights:
                 options["scaling"] = asked.scaling
-            if asked.quantised:
-                options["quantised"] = True
             if asked.operation == "all_gather_gemm":
                 gathers = asked.keep_gathered
                 return self.all_gather_gemm(asked.x, asked.weights, asked.biases, gathers, **options)
