@@ -58,7 +58,7 @@ Executor::~Executor() {
   if (is_idle) {
     group_->on_abort(nullptr);
     if (group_->aborted()) quarantine(*group_, {resources_->eager.take_owners(), resources_->captured.take_owners()});
-    resources_.reset();
+    resources_.reset();  // here, where the guard still holds
     return;
   }
   // Memory that a stream may still use is better lost than given to somebody else; the watchdog goes on releasing.
