@@ -21,7 +21,7 @@ from streamoverlap.spec import ALGORITHMS, DEFAULT, GATHERS, REDUCTIONS, TAPERS,
 
 _COSTS = "h200"  # there are no others yet
 # Rates of GEMMs over that of bfloat16, which the costs have. Of float32 and float64 assumed: an H200's data sheet,
-# without TF32. Of float8 measured, 1.5 to 2.0: benchmarks/results/float8_rates_h200.json.
+# without TF32. Of float8 measured, 1.4 to 2.1: benchmarks/results/float8_rates_h200.json.
 _RATES = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 0.07, torch.float64: 0.07}
 _RATES |= {torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 2.0}
 _STEPS = 4  # of rows an octave: token counts that change from call to call are not each simulated
